@@ -1,0 +1,98 @@
+"""parallelize: every stage on one screen."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar.compile import Compiler, check_axes
+from autopar.emit.module import ParallelModule
+from autopar.emit.params import Place, initialise
+from autopar.errors import AutoparError
+from autopar.ir.mesh import Mesh
+from autopar.runtime.agreement import Agreement
+from autopar.runtime.random import Streams
+from autopar.strategy import Strategy
+from autopar.trace.blueprint import blueprint
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh | str,
+    args: tuple[Any, ...] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    batch_dims: Any = None,
+    strategy: Strategy | str | None = None,
+    seed: int = 0,
+) -> ParallelModule:
+    """A module that computes on ``mesh`` what ``model`` computes on the global batch. Collective.
+
+    Args:
+        model: any module; it is read, never changed. Its weights may be on the meta device.
+        mesh: a DeviceMesh with axis names among pp, dp, ep, cp, tp, or text such as "dp=2,tp=4".
+        args, kwargs: this rank's example inputs, as in ``torch.export``; the model's own ``dummy_inputs`` where absent.
+        loss: from the model's output to a scalar; by default the output's ``loss``, or a scalar output.
+        batch_dims: batch dim of each input by dotted name or in order; by default dim 0 of all as long as the first.
+        strategy: a Strategy, or its text.
+        seed: of random streams (dropout), and of initial weights that are on the meta device.
+
+    Raises:
+        AutoparError: with a slug, before any collective but an exchange of hashes and row counts.
+    """
+    strategy = Strategy.of(strategy)
+    sizes, over = resolve(mesh, next((p.device.type for p in model.parameters()), "cpu"))
+    check_axes(sizes)
+    args, kwargs = example_of(model, args, kwargs)
+    agreement = Agreement.over(sizes, tuple(over.mesh.flatten().tolist()) if over is not None else (0,))
+    rank = agreement.ranks.index(dist.get_rank()) if over is not None else 0
+    compiler = Compiler(
+        model, sizes, strategy, at=lambda m: m.coordinates(rank), agree=agreement, loss=loss, batch_dims=batch_dims
+    )
+    first = compiler.example(args, kwargs, model.training)
+    place = Place.of(first.program.mesh, over) if over is not None else Place.alone(first.program.mesh)
+    tensors = initialise(model, first.program.params, place, first.constants, seed=seed)
+    compiler.model = blueprint(model)
+    module = ParallelModule(compiler, first.program, place, tensors, {**place.axes, "rng": Streams(seed)})
+    return module.train(model.training)
+
+
+def resolve(mesh: DeviceMesh | str, device: str) -> tuple[Mesh, DeviceMesh | None]:
+    """The mesh's sizes, and its DeviceMesh (None for one rank without process groups). Raises AutoparError ``bad-mesh``."""
+    if isinstance(mesh, DeviceMesh):
+        names = mesh.mesh_dim_names or ()
+        if not names:
+            raise AutoparError("bad-mesh", "the DeviceMesh has no axis names", "init_device_mesh(..., mesh_dim_names=('dp', 'tp'))")
+        return Mesh.of(dict(zip(names, mesh.mesh.shape))), mesh
+    sizes = Mesh.parse(mesh)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if sizes.world != world:
+        started = "" if dist.is_initialized() else " (torch.distributed is not initialized)"
+        raise AutoparError(
+            "bad-mesh", f"mesh {sizes} has {sizes.world} ranks (product of the axes), the world size is {world}{started}",
+            f"choose axes whose product is {world}, or start {sizes.world} processes with torchrun",
+        )  # fmt: skip
+    if not dist.is_initialized():
+        return sizes, None
+    device = "cpu" if device in ("cpu", "meta") and not torch.accelerator.is_available() else device
+    kind = device if device != "meta" else str(torch.accelerator.current_accelerator() or "cpu")
+    return sizes, init_device_mesh(kind, tuple(n for _, n in sizes.axes), mesh_dim_names=sizes.names)
+
+
+def example_of(
+    model: nn.Module, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The example inputs, or the model's own ``dummy_inputs``. Raises AutoparError ``no-example``."""
+    if args is None and kwargs is None:
+        own = getattr(model, "dummy_inputs", None)
+        if not isinstance(own, Mapping):
+            raise AutoparError(
+                "no-example", f"{type(model).__name__} has no dummy_inputs to trace with",
+                "pass args=... or kwargs=..., one data rank's inputs",
+            )  # fmt: skip
+        return (), own
+    return tuple(args or ()), dict(kwargs or {})

@@ -1,0 +1,1 @@
+"""The command line: ``autopar dump | verify | compare``."""

@@ -1,0 +1,99 @@
+"""The one place where the command line calls the compiler."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rich.table import Table
+from torch import nn
+
+from autopar.errors import AutoparError
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
+
+if TYPE_CHECKING:
+    from autopar.cost.price import Price
+    from autopar.strategy import Strategy
+
+OnPass = Callable[[str, Program], None]
+
+
+class Report(Protocol):
+    """What ``autopar.verify`` gives: a text, and whether all is equal."""
+
+    ok: bool
+
+
+def data_size(mesh: str) -> int:
+    """Number of ranks that hold different rows. Raises AutoparError ``bad-mesh``."""
+    return Mesh.parse(mesh).data_size
+
+
+def strategy_of(fields: dict[str, Any], passes: str | None) -> "Strategy":
+    """A Strategy from the fields that the user gave. Raises AutoparError ``bad-strategy``."""
+    from autopar.strategy import Strategy
+
+    known = Strategy.__dataclass_fields__
+    wrong = [k for k in fields if k not in known]
+    if wrong:
+        raise AutoparError("bad-strategy", f"Strategy has no field {wrong[0]!r}", f"fields: {', '.join(known)}")
+    return Strategy(**({**fields, "passes": passes} if passes else fields))
+
+
+def lower(
+    model: nn.Module,
+    kwargs: dict[str, Any],
+    mesh: str,
+    fields: dict[str, Any],
+    *,
+    passes: str | None = None,
+    after: str | None = None,
+    rank: int | None = None,
+    on_pass: OnPass | None = None,
+) -> Program:
+    """The program of ``rank`` (rank 0 where None) after the pass ``after`` (all where None).
+
+    ``kwargs`` are one data rank's rows. ``on_pass`` receives each pass's name and result.
+    """
+    from autopar import compile
+    from autopar.passes.pipeline import parse
+
+    strategy, parsed = strategy_of(fields, passes), Mesh.parse(mesh)
+    names = ["trace", *(p.name for p in parse(strategy.pipeline))]
+    if after is not None and after not in names:
+        raise AutoparError("unknown-pass", f"the pipeline has no pass {after!r}", f"one of {', '.join(names)}")
+    if rank is not None and not 0 <= rank < parsed.world:
+        raise AutoparError("unknown-rank", f"rank {rank} of mesh {mesh}", f"ranks are 0 to {parsed.world - 1}")
+    return compile.lower(model, (), kwargs, parsed, strategy, after=after, rank=rank or 0, on_pass=on_pass)
+
+
+def verify(
+    model: nn.Module,
+    kwargs: dict[str, Any],
+    mesh: str,
+    fields: dict[str, Any],
+    *,
+    passes: str | None = None,
+    fp64: bool = True,
+) -> Report:
+    """Every rank in one process against the model; ``kwargs`` are the global batch."""
+    import autopar
+
+    return autopar.verify(model, mesh, (), kwargs, strategy=strategy_of(fields, passes), fp64=fp64)
+
+
+def price(model: nn.Module, kwargs: dict[str, Any], mesh: str, fields: dict[str, Any], hardware: str) -> "Price":
+    """The predicted cost of a step of the resharded program on a hardware profile or a cluster, which prices it too."""
+    from autopar.cost.hardware import load
+    from autopar.cost.program import price
+
+    profile = load(hardware)
+    return price(lower(model, kwargs, mesh, {"hardware": hardware, **fields}, after="reshard"), profile)
+
+
+def comparison(rows: "list[tuple[str, Price]]", format: str) -> Table | str:
+    """A line for each strategy, as ``table``, ``json`` or ``csv``."""
+    from autopar.cost import table
+
+    if format == "table":
+        return table.comparison(rows)
+    return table.to_csv(rows) if format == "csv" else table.to_json(rows) + "\n"

@@ -1,0 +1,90 @@
+"""``autopar compare``: the predicted cost of several strategies, side by side."""
+
+import argparse
+import math
+from typing import Any
+
+from autopar.cli import _lower
+from autopar.cli.arguments import add_model, positive, split_axes
+from autopar.cli.models import load
+from autopar.cli.screen import Screen
+from autopar.errors import AutoparError
+from autopar.ir.mesh import Mesh
+
+
+def add(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "compare",
+        help="predicted compute, traffic and memory of several strategies",
+        description="Price MODEL under each STRATEGY, without weights and without devices.",
+    )
+    add_model(parser)
+    parser.add_argument(
+        "strategies",
+        nargs="+",
+        metavar="STRATEGY",
+        help="mesh axes and Strategy fields, as tp=8,sequence_parallel=true; --mesh where it names no axis",
+    )
+    parser.add_argument("--mesh", metavar="AXES", help="as dp=2,tp=4: the mesh of strategies that name no axis")
+    parser.add_argument(
+        "--batch", type=positive, metavar="N", help="rows of the global batch (default: two for each data rank)"
+    )
+    parser.add_argument("--cluster", metavar="NAMExN", help="hardware and number of devices, as h100x64")
+    parser.add_argument("--hardware", metavar="NAME", default="h100", help="profile that prices it (default h100)")
+    parser.add_argument("--format", choices=("table", "json", "csv"), default="table", help="default table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, screen: Screen) -> int:
+    """Print the table; exit status 0."""
+    hardware, devices = _cluster(args)
+    meanings = {text: _meaning(text, args.mesh, devices) for text in args.strategies}
+    batch = args.batch or 2 * math.lcm(*(_lower.data_size(mesh) for mesh, _ in meanings.values()))
+    rows = []
+    for text, (mesh, strategy) in meanings.items():
+        with screen.working(f"pricing {args.model} under {text}"):
+            loaded = load(args.model)
+            make = loaded.padding if args.padding and loaded.padding else loaded.kwargs
+            kwargs = make(_rows(batch, mesh), args.seq or loaded.sequence)
+            rows.append((text, _lower.price(loaded.model, kwargs, mesh, strategy, hardware)))
+    length = args.seq or loaded.sequence
+    screen.say(f"{loaded.description}; global batch {batch} × {length}; {hardware}")
+    table = _lower.comparison(rows, args.format)
+    if isinstance(table, str):
+        screen.write(table)
+    else:
+        screen.out.print(table)
+    return 0
+
+
+def _rows(batch: int, mesh: str) -> int:
+    """Rows of each data rank."""
+    ranks = _lower.data_size(mesh)
+    if batch % ranks:
+        fix = f"give --batch a multiple of {ranks}"
+        raise AutoparError("indivisible-batch", f"a batch of {batch} does not divide over {ranks} data ranks", fix)
+    return batch // ranks
+
+
+def _cluster(args: argparse.Namespace) -> tuple[str, int | None]:
+    """(hardware profile or cluster, number of devices or None)."""
+    if not args.cluster:
+        return args.hardware, None
+    name, _, count = args.cluster.rpartition("x")
+    if not name or not count.isdigit():
+        raise AutoparError("bad-cluster", f"cluster {args.cluster!r}", "write NAMExN, as h100x64")
+    return args.cluster, int(count)
+
+
+def _meaning(text: str, mesh: str | None, devices: int | None) -> tuple[str, dict[str, Any]]:
+    """(mesh text, strategy fields) of one STRATEGY."""
+    axes, strategy = split_axes(text)
+    chosen = axes or mesh
+    if not chosen:
+        raise AutoparError("bad-mesh", f"strategy {text!r} names no axis", "give --mesh, or axes as tp=8")
+    world = Mesh.parse(chosen).world
+    if devices is not None and world != devices:
+        fix = f"choose axes whose product is {devices}"
+        raise AutoparError("bad-mesh", f"strategy {text!r} is for {world} devices, the cluster has {devices}", fix)
+    return chosen, strategy

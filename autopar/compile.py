@@ -1,0 +1,228 @@
+"""From a model and a way of calling it to a program for a rank; each way is compiled once."""
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from autopar.cost.hardware import load
+from autopar.errors import AutoparError, AutoparWarning
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
+from autopar.passes.base import Context
+from autopar.passes.pipeline import Record, parse, run
+from autopar.strategy import Strategy
+from autopar.trace import Structure, Traced, trace
+
+Loss = Callable[[Any], Tensor]
+OnPass = Callable[[str, Program], None]
+Agree = Callable[[str, int | None], tuple[int, ...]]
+
+
+@dataclass
+class Variant:
+    """A LOCAL program for one way of calling the model, and the same program before ``localize``."""
+
+    program: Program
+    structure: Structure
+    constants: dict[str, Tensor]
+    resharded: Program
+    records: list[Record] = field(default_factory=list)
+
+
+def lower(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    mesh: Mesh,
+    strategy: Strategy | str | None = None,
+    *,
+    loss: Loss | None = None,
+    after: str | None = None,
+    rank: int = 0,
+    train: bool | None = None,
+    on_pass: OnPass | None = None,
+) -> Program:
+    """The program of ``rank`` after the pass ``after`` (all passes where None), from one data rank's example inputs."""
+    check_axes(mesh)
+    strategy = Strategy.of(strategy)
+    traced = trace(model, args, kwargs, mesh=mesh, loss=loss, train=model.training if train is None else train)
+    if on_pass:
+        on_pass("trace", traced.program)
+    if after == "trace":
+        return traced.program
+    context = Context(load(strategy.hardware), strict=strategy.strict)
+    program = traced.program
+    for p in parse(strategy.pipeline):
+        context.at = program.mesh.coordinates(rank)
+        program = run(program, [p], context)
+        if on_pass:
+            on_pass(p.name, program)
+        if p.name == after:
+            break
+    tell(context.warnings)
+    return program
+
+
+def check_axes(mesh: Mesh) -> None:
+    """Raises AutoparError ``unsupported-axis`` for axes whose passes are not there yet."""
+    for axis, size in mesh.axes:
+        if size > 1 and mesh.base(axis) in ("pp", "cp", "ep"):
+            raise AutoparError(
+                "unsupported-axis", f"mesh {mesh}: this version shards over dp and tp only, {axis}={size} is asked for",
+                "use dp and tp axes",
+            )  # fmt: skip
+
+
+class Compiler:
+    """Compiles each way of calling a model once, keeping the parameters' layouts from the first.
+
+    Args:
+        model: only its structure, shapes and mode flags are read.
+        at: this rank's coordinates on the mesh of a planned program.
+        agree: exchanges a fingerprint and this rank's rows; returns the rows of every data rank, or raises on every rank.
+        rewrite: applied to each trace before the passes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        strategy: Strategy,
+        *,
+        at: Callable[[Mesh], Mapping[str, int]],
+        agree: Agree,
+        loss: Loss | None = None,
+        batch_dims: Any = None,
+        rewrite: Callable[[Traced], Traced] = lambda traced: traced,
+    ) -> None:
+        self.model, self.mesh, self.strategy = model, mesh, strategy
+        self.at, self.agree, self.loss, self.batch_dims, self.rewrite = at, agree, loss, batch_dims, rewrite
+        self.variants: dict[Any, Variant] = {}
+        self.traces: dict[Any, Traced] = {}
+        self.pinned: dict[str, Layout] = {}
+        self.said: set[str] = set()
+
+    def variant(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, train: bool, loss_only: bool, grad: bool
+    ) -> Variant:
+        """The variant for a call; compiled where it is new. Collective: every rank calls it with its own rows."""
+        key = self._key(args, kwargs, train)
+        if (key, loss_only) not in self.variants:
+            self.variants[key, loss_only] = self._agreed(lambda: self._compile(self._traced(key, args, kwargs), loss_only))
+        return self.variants[key, loss_only]
+
+    def example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool) -> Variant:
+        """The variant of the example inputs: that of a training step where there is a loss. Collective."""
+        key = self._key(args, kwargs, train)
+
+        def make() -> Variant:
+            traced = self._traced(key, args, kwargs)
+            loss_only = any(o.kind == "loss" for o in traced.program.outputs)
+            return self.variants.setdefault((key, loss_only), self._compile(traced, loss_only))
+
+        return self._agreed(make)
+
+    def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool) -> Any:
+        structure, tensors = Structure.of(self.model, args, kwargs)
+        dims = self._batch_dims(structure, tensors)
+        shapes = tuple(tuple(None if i == d else n for i, n in enumerate(t.shape)) for t, d in zip(tensors, dims))
+        dtypes = tuple(str(t.dtype) for t in tensors)
+        own = next((t.shape[d] for t, d in zip(tensors, dims) if d is not None), None)
+        rows = self.agree(fingerprint(structure.key, shapes, dtypes, train), own)
+        return structure.key, shapes, dtypes, rows if own is not None else None, train
+
+    def _batch_dims(self, structure: Structure, tensors: list[Tensor]) -> list[int | None]:
+        """The batch dim of each input, as the trace sees it."""
+        if isinstance(self.batch_dims, Mapping):
+            return [self.batch_dims.get(name) for name in structure.names]
+        if self.batch_dims is not None:
+            return list(self.batch_dims)
+        first = next((t.shape[0] for t in tensors if t.ndim), None)
+        return [0 if t.ndim and t.shape[0] == first else None for t in tensors]
+
+    def _traced(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Traced:
+        if key not in self.traces:
+            rows, train = key[-2], key[-1]
+            traced = trace(
+                self.model, args, kwargs, mesh=self.mesh, rows=rows, loss=self.loss, batch_dims=self.batch_dims, train=train
+            )
+            self._tell(traced.notes)
+            self.traces[key] = self.rewrite(traced)
+        return self.traces[key]
+
+    def _compile(self, traced: Traced, loss_only: bool) -> Variant:
+        context = Context(load(self.strategy.hardware), self.pinned, self.strategy.strict)
+        program, planned = only_loss(traced.program) if loss_only else traced.program, traced.program
+        records: list[Record] = []
+        for p in parse(self.strategy.pipeline):
+            if p.name == "localize":
+                planned, context.at = program, self.at(program.mesh)
+            program = run(program, [p], context, on_pass=lambda _, __, record: records.append(record))
+        self._tell(context.warnings)
+        for name, param in program.params.items():
+            if param.layout is not None and param.kind != "constant":
+                self.pinned.setdefault(name, param.layout)
+        return Variant(program, traced.structure, traced.constants, planned, records)
+
+    def _agreed(self, make: Callable[[], Variant]) -> Variant:
+        """What ``make`` returns, once every rank has made the same plan; an error anywhere is an error everywhere."""
+        try:
+            made = make()
+        except Exception as error:
+            self._report(error)
+            raise
+        self.agree(fingerprint(*(str(p) for p in made.resharded.params.values()), plan_text(made.resharded)), None)
+        return made
+
+    def _report(self, error: Exception) -> None:
+        """Let the other ranks know; if all fail alike each raises its own error."""
+        try:
+            self.agree(f"failed: {error}"[:200], None)
+        except AutoparError as other:
+            if other.slug != "rank-mismatch":
+                raise
+
+    def _tell(self, messages: Iterable[str]) -> None:
+        new = [m for m in dict.fromkeys(messages) if m not in self.said]
+        self.said.update(new)
+        tell(new)
+
+
+def tell(messages: Iterable[str]) -> None:
+    """Warn the user of each message once."""
+    for message in dict.fromkeys(messages):
+        warnings.warn(message, AutoparWarning, stacklevel=2)
+
+
+def plan_text(program: Program) -> str:
+    """Layouts of every value, as text: equal on ranks that planned alike."""
+    lines = []
+    for name, graph in program.graphs():
+        lines += [f"{name} {n.name} {n.meta.get('layout')}" for n in graph.nodes]
+    return "\n".join(lines)
+
+
+def only_loss(program: Program) -> Program:
+    """The program without the model's outputs: the loss and the buffers' new values, and what they need."""
+    if not any(o.kind == "loss" for o in program.outputs):
+        return program
+    program = program.clone()
+    out = next(n for n in reversed(program.graph.nodes) if n.op == "output")
+    keep = [i for i, o in enumerate(program.outputs) if o.kind != "user"]
+    out.args = (tuple(out.args[0][i] for i in keep),)  # type: ignore[index]
+    program.outputs = tuple(program.outputs[i] for i in keep)
+    for node in reversed(list(program.graph.nodes)):
+        if not node.users and node.op not in ("output", "placeholder"):
+            program.graph.erase_node(node)
+    used = {str(call.target) for call in program.calls()}
+    return replace(program, blocks={n: b for n, b in program.blocks.items() if n in used})
+
+
+def fingerprint(*parts: Any) -> str:
+    """A hash of what must be equal on every rank."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,1 @@
+"""Emission: from a LOCAL program to the module that runs it."""

@@ -1,0 +1,133 @@
+"""The functions of one variant of a program, bound to the module's parameters."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from autopar.emit.engine import Engine, Users
+from autopar.emit.function import Argument, Outer, Site, function_of, outer_of, split_runs
+from autopar.emit.params import Place
+from autopar.emit.units import Call, Skeleton, Slot
+from autopar.ir.program import Output, Program
+from autopar.runtime.random import Streams
+
+
+class Structure(Protocol):
+    """How a call's inputs become a list of tensors, and a list of tensors the model's output."""
+
+    def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The tensors of a call, in the order of ``Program.inputs``."""
+
+    def rebuild(self, tensors: list[Tensor]) -> Any:
+        """The model's output structure holding ``tensors``."""
+
+
+class Variant(Protocol):
+    """A LOCAL program for one way of calling the model: mode, shapes, whether only the loss is wanted."""
+
+    program: Program
+    structure: Structure
+
+
+@dataclass
+class Emitted:
+    """A variant that can be called: ``call`` is the outer function, run by the root unit on the flat inputs."""
+
+    call: Call
+    outputs: tuple[Output, ...]
+    functions: dict[str, list[Call]]  # block: its calls
+    outer: Outer
+    sites: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    compiled: bool = False
+
+    def compile(self, **options: Any) -> None:
+        """``torch.compile`` each kind of block, and each run of nodes between calls, once."""
+        if self.compiled:
+            return
+        self.compiled = True
+        options = {"fullgraph": True, "dynamic": False, **options}
+        for calls in filter(None, self.functions.values()):
+            fast = torch.compile(calls[0].function, **options)
+            for call in calls:
+                call.function = fast
+        graph, runs = split_runs(self.outer.graph)
+        made = {name: torch.compile(function_of(run, name), **options) for name, run in runs.items()}
+        self.call.function = function_of(graph, "outer", SimpleNamespace(**self.sites, **made))
+
+
+def users_of(program: Program) -> Users:
+    """Which unit reads each parameter: the path of the block's call, or "" for the outer function."""
+    users: dict[str, set[str]] = {}
+    for node in program.graph.nodes:
+        for source in node.all_input_nodes:
+            if "param" in source.meta and source.op == "placeholder":
+                path = str(node.meta.get("path", "")) if node.op == "call_module" else ""
+                users.setdefault(str(source.meta["param"]), set()).add(path)
+    return users
+
+
+def paths_of(program: Program) -> list[str]:
+    """The paths at which blocks are called."""
+    return list(dict.fromkeys(str(c.meta.get("path", "")) for c in program.calls()))
+
+
+def emit(program: Program, skeleton: Skeleton, engine: Engine, place: Place, handles: Mapping[str, Any]) -> Emitted:
+    """Functions of a LOCAL program: one for each kind of block and one for the outer graph.
+
+    Args:
+        handles: the value of every handle placeholder: axes by name, and under "rng" the random Streams.
+    """
+    users = users_of(program)
+    data = tuple(place.axes[a] for a in place.data_axes)
+
+    def owned(path: str, name: str) -> bool:
+        return path in skeleton.units and users[name] == {path}
+
+    def slot(path: str, name: str) -> Slot:
+        _, table, key = skeleton.tables[name]
+        needs = program.params[name].kind == "parameter" and engine.managed.get(name) != path
+        return Slot(table, key, data if needs else ())
+
+    outer = outer_of(program, owned)
+    blocks = {name: function_of(block.graph, _identifier(name)) for name, block in program.blocks.items()}
+    functions: dict[str, list[Call]] = {name: [] for name in blocks}
+    sites: dict[str, Callable[..., Any]] = {}
+    for i, site in enumerate(outer.sites):
+        call = _bind(blocks[site.block], site.arguments, partial(slot, site.path), handles, site.path)
+        functions[site.block].append(call)
+        sites[f"call{i}"] = _runner(skeleton, site, call)
+    function = function_of(outer.graph, "outer", SimpleNamespace(**sites))
+    call = _bind(function, outer.arguments, partial(slot, ""), handles, "")
+    return Emitted(call, program.outputs, functions, outer, sites)
+
+
+def _runner(skeleton: Skeleton, site: Site, call: Call) -> Callable[..., Any]:
+    unit = skeleton.units.get(site.path)
+    return partial(unit, call) if unit is not None else lambda *values: call(values)
+
+
+def _bind(
+    function: Callable[..., Any],
+    arguments: tuple[Argument, ...],
+    slot: Callable[[str], Slot],
+    handles: Mapping[str, Any],
+    path: str,
+) -> Call:
+    kinds = ("value", "param", "handle")
+    of = {kind: [i for i, a in enumerate(arguments) if a.kind == kind] for kind in kinds}
+    order = [i for kind in kinds for i in of[kind]]
+    places = None if order == sorted(order) else tuple(order.index(i) for i in range(len(order)))
+    slots = tuple(slot(arguments[i].name) for i in of["param"])
+    taken = [handles[arguments[i].name] for i in of["handle"]]
+    streams = next((h for h in taken if isinstance(h, Streams)), None)
+    fixed = tuple(None if isinstance(h, Streams) else h for h in taken)
+    return Call(function, slots, fixed, streams, path, places)
+
+
+def _identifier(name: str) -> str:
+    return "block_" + "".join(c if c.isalnum() else "_" for c in name)

@@ -1,0 +1,173 @@
+"""Python functions from the graphs of a LOCAL program: one for each kind of block, and the outer one calling them."""
+
+import linecache
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from operator import getitem
+from typing import Any
+
+from torch import fx
+
+from autopar.ir.program import Block, Program
+
+_numbers = count()
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What a function takes at one place: a ``value`` (passed), a ``param`` or a ``handle``, by name."""
+
+    kind: str
+    name: str
+
+
+@dataclass
+class Site:
+    """A call of a block in the outer graph: its path, and what it takes beyond what the outer function passes.
+
+    ``arguments`` follow the block's placeholders; those of kind "value" are passed by the outer function in order.
+    """
+
+    path: str
+    block: str
+    arguments: tuple[Argument, ...]
+
+
+@dataclass
+class Outer:
+    """The outer graph with calls reduced to ``sites``: ``call_module`` of ``call0``, ``call1``, ... on values only."""
+
+    graph: fx.Graph
+    arguments: tuple[Argument, ...]
+    sites: list[Site]
+
+
+def code_of(graph: fx.Graph, name: str) -> tuple[str, dict[str, Any]]:
+    """Text of a function ``name(self, ...)`` that frees each value after its last use; its globals."""
+    code = graph.python_code(root_module="self")
+    text = code.src.replace("def forward(self", f"def {name}(self", 1)
+    return text.lstrip("\n"), dict(code.globals)
+
+
+def function_of(graph: fx.Graph, name: str, calls: Any = None) -> Callable[..., Any]:
+    """The graph as a function of its placeholders. ``calls`` has an attribute for each ``call_module`` target."""
+    text, scope = code_of(graph, name)
+    if calls is None:
+        text = text.replace(f"def {name}(self, ", f"def {name}(", 1).replace(f"def {name}(self)", f"def {name}()", 1)
+    file = f"<autopar {name} {next(_numbers)}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(True), file)
+    exec(compile(text, file, "exec"), scope)
+    function: Callable[..., Any] = scope[name]
+    return function if calls is None else function.__get__(calls)
+
+
+def outer_of(program: Program, owned: Callable[[str, str], bool]) -> Outer:
+    """The outer graph for emission.
+
+    Args:
+        owned: whether the unit at a path (first) holds a parameter (second), and so looks it up itself.
+    """
+    sites: list[Site] = []
+    passed: dict[fx.Node, list[fx.Node]] = {}
+    for call in program.calls():
+        site, values = _site(call, program.blocks[str(call.target)], owned)
+        sites.append(site)
+        passed[call] = values
+    used = _used(program.graph, passed)
+    heads = [n for n in program.graph.nodes if n.op == "placeholder" and (n in used or "input" in n.meta)]
+    heads.sort(key=lambda n: {"input": 0, "param": 1, "handle": 2}[argument_of(n).kind.replace("value", "input")])
+    graph = fx.Graph()
+    env = {n: graph.node_copy(n, lambda x: x) for n in heads}
+    for node in program.graph.nodes:
+        if node in passed:
+            args = tuple(env[v] for v in passed[node])
+            env[node] = graph.create_node("call_module", f"call{list(passed).index(node)}", args, name=node.name)
+        elif node.op != "placeholder":
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    return Outer(graph, tuple(argument_of(n) for n in heads), sites)
+
+
+def argument_of(placeholder: fx.Node) -> Argument:
+    """What a placeholder stands for."""
+    for kind in ("param", "handle"):
+        if kind in placeholder.meta:
+            return Argument(kind, str(placeholder.meta[kind]))
+    return Argument("value", placeholder.name)
+
+
+def placeholders(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The graph's placeholders in order."""
+    return (n for n in graph.nodes if n.op == "placeholder")
+
+
+def _site(call: fx.Node, block: Block, owned: Callable[[str, str], bool]) -> tuple[Site, list[fx.Node]]:
+    path = str(call.meta.get("path", ""))
+    arguments, values = [], []
+    heads = list(placeholders(block.graph))
+    assert len(heads) == len(call.args), (call, len(heads))
+    for head, given in zip(heads, call.args):
+        assert isinstance(given, fx.Node)
+        argument = argument_of(given) if given.op == "placeholder" else Argument("value", given.name)
+        if argument.kind == "value" or (argument.kind == "param" and not owned(path, argument.name)):
+            argument = Argument("value", head.name)
+            values.append(given)
+        arguments.append(argument)
+    return Site(path, block.name, tuple(arguments)), values
+
+
+def _used(graph: fx.Graph, passed: dict[fx.Node, list[fx.Node]]) -> set[fx.Node]:
+    used: set[fx.Node] = set()
+    for node in graph.nodes:
+        used.update(passed.get(node, node.all_input_nodes))
+    return used
+
+
+def split_runs(graph: fx.Graph) -> tuple[fx.Graph, dict[str, fx.Graph]]:
+    """The graph with each run of nodes between calls as a call of its own, ``run0``, ``run1``; and their graphs."""
+    runs: list[list[fx.Node]] = [[]]
+    for node in graph.nodes:
+        if node.op == "call_module":
+            runs.append([])
+        elif node.op not in ("placeholder", "output"):
+            runs[-1].append(node)
+    where = {n: i for i, run in enumerate(runs) for n in run}
+    out = fx.Graph()
+    parts: dict[str, fx.Graph] = {}
+    env: dict[fx.Node, fx.Node] = {}
+    i = 0
+
+    def emit(index: int) -> None:
+        run = runs[index]
+        if all(n.target is getitem for n in run):
+            env.update((n, out.node_copy(n, lambda x: env[x])) for n in run)
+            return
+        part, takes, gives = _run_graph(run, {n for n in run if any(where.get(u) != index for u in n.users)})
+        parts[f"run{index}"] = part
+        result = out.create_node("call_module", f"run{index}", tuple(env[n] for n in takes))
+        for k, n in enumerate(gives):
+            env[n] = out.call_function(getitem, (result, k))
+
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            env[node] = out.node_copy(node, lambda n: env[n])
+        elif node.op == "call_module":
+            emit(i)
+            i += 1
+            env[node] = out.node_copy(node, lambda n: env[n])
+        elif node.op == "output":
+            emit(i)
+            out.node_copy(node, lambda n: env[n])
+    return out, parts
+
+
+def _run_graph(run: list[fx.Node], gives: set[fx.Node]) -> tuple[fx.Graph, list[fx.Node], list[fx.Node]]:
+    inside = set(run)
+    takes = list(dict.fromkeys(a for n in run for a in n.all_input_nodes if a not in inside))
+    graph = fx.Graph()
+    env = {n: graph.placeholder(n.name) for n in takes}
+    for n in run:
+        env[n] = graph.node_copy(n, lambda x: env[x])
+    ordered = [n for n in run if n in gives]
+    graph.output(tuple(env[n] for n in ordered))
+    return graph, takes, ordered

@@ -1,0 +1,204 @@
+"""The module that parallelize returns: the model's names, this rank's shards, one function for each kind of layer."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar.emit.emitted import Emitted, Variant, emit, paths_of, users_of
+from autopar.emit.engine import start
+from autopar.emit.norms import clip_gradients
+from autopar.emit.params import Place, gather_of, shard_of
+from autopar.emit.source import body_of, source
+from autopar.emit.state import load
+from autopar.emit.units import skeleton
+from autopar.errors import AutoparError
+from autopar.ir.printer import print_program
+from autopar.ir.program import Param, Program
+from autopar.runtime.collectives import all_reduce_invariant
+from autopar.runtime.random import Streams
+
+
+class Compiler(Protocol):
+    """Gives the program for a call; equal calls get the same object."""
+
+    def variant(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, train: bool, loss_only: bool, grad: bool
+    ) -> Variant:
+        """The variant for a call of the model with ``args`` and ``kwargs``."""
+
+
+class ParallelModule(nn.Module):
+    """A model on a mesh: equal to the unsharded model on the global batch.
+
+    Called as the model is, with this data rank's rows; returns the model's own output structure.
+
+    Args:
+        compiler: gives the variant for each call.
+        program: LOCAL, any variant; it says which units there are.
+        place: this rank on the mesh.
+        tensors: this rank's parameters and buffers by first original name (``emit.params.initialise``).
+        handles: values of the programs' handle placeholders: axes by name, and under "rng" the random Streams.
+    """
+
+    def __init__(
+        self,
+        compiler: Compiler,
+        program: Program,
+        place: Place,
+        tensors: Mapping[str, Tensor],
+        handles: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        self._place, self._compiler, self._program, self._handles = place, compiler, program, handles
+        self._params: dict[str, Param] = program.params
+        self._skeleton = skeleton(program.params, tensors, paths_of(program))
+        # The root unit is what engines hook; it is no child, so that names have no prefix, but shares this tree.
+        root = self._skeleton.root
+        self.__dict__.update(_modules=root._modules, _parameters=root._parameters, _buffers=root._buffers)
+        self.__dict__.update(_non_persistent_buffers_set=root._non_persistent_buffers_set)
+        self._engine = start(self._skeleton, program.params, users_of(program), place)
+        self._emitted: dict[int, tuple[Variant, Emitted]] = {}
+        self._options: dict[str, Any] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for this data rank's rows, in the model's own structure."""
+        variant, values = self._run(args, kwargs, loss_only=False)
+        kinds = (o.kind for o in variant.program.outputs)
+        return variant.structure.rebuild([v for v, kind in zip(values, kinds) if kind != "buffer"])
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Forward and backward: adds to every ``.grad``, in the current train or eval mode.
+
+        Returns:
+            The global loss: detached, 0-d, plain, equal on every rank.
+
+        Raises:
+            AutoparError: ``no-loss`` where the model has none, ``no-gradient`` where nothing is trainable.
+        """
+        with torch.enable_grad():
+            variant, values = self._run(args, kwargs, loss_only=True)
+            kinds = [o.kind for o in variant.program.outputs]
+            if "loss" not in kinds:
+                raise AutoparError("no-loss", "the model returns no loss", "pass loss= to parallelize, or labels")
+            loss: Tensor = values[kinds.index("loss")]
+            if not loss.requires_grad:
+                raise AutoparError("no-gradient", "the loss depends on no trainable parameter", "unfreeze a parameter")
+            loss.backward()
+        total = loss.detach().clone()
+        for name in self._place.data_axes:
+            total = all_reduce_invariant(total, self._place.axes[name])
+        return total
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_only: bool) -> tuple[Variant, list[Any]]:
+        grad = torch.is_grad_enabled()
+        variant = self._compiler.variant(args, kwargs, train=self.training, loss_only=loss_only, grad=grad)
+        emitted = self._emit(variant)
+        tensors = variant.structure.flatten(args, kwargs)
+        if isinstance(streams := self._handles.get("rng"), Streams):
+            streams.advance()
+        with self._engine.forward():
+            values = self._skeleton.root(emitted.call, *tensors)
+        for output, value in zip(emitted.outputs, values):
+            if output.kind == "buffer":
+                self._update(output.name, value)
+        return variant, values
+
+    def _emit(self, variant: Variant) -> Emitted:
+        """The variant's functions, made at its first call."""
+        if id(variant) not in self._emitted:
+            made = emit(variant.program, self._skeleton, self._engine, self._place, self._handles)
+            self._emitted[id(variant)] = (variant, made)
+        made = self._emitted[id(variant)][1]
+        if self._options is not None:
+            made.compile(**self._options)
+        return made
+
+    def _update(self, name: str, value: Tensor) -> None:
+        """A buffer's new value. The old tensor is left alone, since the backward may read it."""
+        param = self._params[name]
+        for alias in (name, *param.tied):
+            _, table, key = self._skeleton.tables[alias]
+            old = table[key]
+            new = value.detach().to(old.dtype, copy=True)
+            if shard_of(old).shape == old.shape and type(old) is Tensor:
+                table[key] = new
+            else:
+                shard_of(old).copy_(new)
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Every parameter, whole, by first original name. Collective."""
+        return {n: gather_of(p, self._params[n], self._place) for n, p in self._trainable()}
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        """Every gradient, whole, by first original name; None where there is none. Collective."""
+        grads = ((n, p.grad) for n, p in self._trainable())
+        return {n: None if g is None else gather_of(g, self._params[n], self._place) for n, g in grads}
+
+    def _trainable(self) -> Iterator[tuple[str, Tensor]]:
+        for name, param in self._params.items():
+            if param.kind == "parameter":
+                _, table, key = self._skeleton.tables[name]
+                yield name, table[key]
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale all gradients so that their total norm is at most ``max_norm``. Collective.
+
+        Each element counts once, whatever ranks hold it and however many names it has.
+
+        Returns:
+            The norm before scaling: 0-d, plain, equal on every rank.
+
+        Raises:
+            AutoparError: ``bad-norm`` where ``norm_type`` is not positive.
+            RuntimeError: where the norm is not finite and ``error_if_nonfinite``.
+        """
+        pairs = [(self._params[n], p) for n, p in self._trainable()]
+        return clip_gradients(pairs, self._place, max_norm, norm_type, error_if_nonfinite)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Copy a state dict by original names: whole tensors, or DTensors of any placement. Collective with DTensors.
+
+        Raises:
+            AutoparError: ``state-dict-mismatch``, before anything is written, naming what is missing, unexpected or
+                of another shape.
+        """
+        return load(self._skeleton, self._params, self._place, state_dict, strict)
+
+    def compile(self, **options: Any) -> None:
+        """Run every kind of block, and what lies between them, through ``torch.compile``, each once.
+
+        Args:
+            options: of ``torch.compile``; by default ``fullgraph=True, dynamic=False``.
+        """
+        self._options = options
+        for _, made in self._emitted.values():
+            made.compile(**options)
+
+    def dump(self, **options: Any) -> str:
+        """Text of the program (``ir.printer.print_program``)."""
+        return print_program(self._program, **options)
+
+    def to_python(self) -> str:
+        """Text of a Python file that runs the training step by itself under torchrun. Collective.
+
+        It has the functions of the last variant that computes a loss, and cuts its weights from a state dict.
+        """
+        programs = [v.program for v, _ in self._emitted.values() if any(o.kind == "loss" for o in v.program.outputs)]
+        program = programs[-1] if programs else self._program
+        bodies = [body_of(program)]
+        if self._place.mesh.world > 1:
+            bodies *= self._place.mesh.world
+            dist.all_gather_object(bodies, body_of(program))
+        return source(self._place.mesh, program, bodies)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "ParallelModule":
+        """Accepts moves and casts that change nothing. Raises AutoparError ``fixed-module``."""
+        for dtype, device in {(p.dtype, p.device) for p in self.parameters()}:
+            probe = fn(torch.empty(0, dtype=dtype, device=device))
+            if probe.dtype != dtype or probe.device != device:
+                why = f"parameters are {dtype} on {device}; programs are compiled for that"
+                raise AutoparError("fixed-module", why, "cast or move the model before parallelize")
+        return self

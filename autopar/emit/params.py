@@ -1,0 +1,205 @@
+"""Parameters and buffers of the emitted module: this rank's shards, as DTensors under the model's names."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from autopar.emit.initial import materialise
+from autopar.emit.rows import Box, Held, boxes, cut, gather, rows
+from autopar.emit.segmented import keep_class, segmented
+from autopar.errors import AutoparError
+from autopar.ir.layout import Shard, chunk_sizes, local_shape
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Param
+from autopar.runtime.axis import Axis, axes_of, device_mesh_of
+
+__all__ = ["Place", "gather_of", "held_of", "initialise", "local_of", "restore_class", "rows", "shard_of", "wrap"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is: the mesh, its handles and, where there are several ranks, the DeviceMesh with the same axes."""
+
+    mesh: Mesh
+    axes: Mapping[str, Axis]
+    over: DeviceMesh | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @staticmethod
+    def of(mesh: Mesh, over: DeviceMesh | str) -> "Place":
+        """This rank's place. Collective where groups must be made. Raises AutoparError ``bad-mesh``."""
+        ready = isinstance(over, DeviceMesh) and over.mesh_dim_names == mesh.names
+        split = over if ready else device_mesh_of(mesh, over)
+        assert isinstance(split, DeviceMesh)
+        kind = split.device_type
+        device = torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+        return Place(mesh, axes_of(mesh, split), split, device)
+
+    @staticmethod
+    def alone(mesh: Mesh, device: str = "cpu") -> "Place":
+        """The place of the one rank of a mesh of size 1, without process groups."""
+        assert mesh.world == 1
+        return Place(mesh, {a: Axis(a, 1, 0, "") for a in mesh.names}, None, torch.device(device))
+
+    @property
+    def at(self) -> dict[str, int]:
+        """The rank's coordinates."""
+        return {a: self.axes[a].coordinate for a in self.mesh.names}
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes with several ranks that hold different rows."""
+        return tuple(a for a in self.mesh.data_axes if self.mesh.size(a) > 1)
+
+    @property
+    def model_axes(self) -> tuple[str, ...]:
+        """The axes with several ranks that parameters are spread over, stages excepted."""
+        names = (a for a in self.mesh.names if not self.mesh.is_data(a) and self.mesh.base(a) != "pp")
+        return tuple(a for a in names if self.mesh.size(a) > 1)
+
+    @cached_property
+    def submesh(self) -> DeviceMesh:
+        """The DeviceMesh of the parameters: the model axes."""
+        assert self.over is not None
+        return self.over[self.model_axes]
+
+
+def held_of(param: Param, mesh: Mesh) -> Held:
+    """How the parameter is spread; it must have a layout."""
+    assert param.layout is not None, param.name
+    return Held(param.spec.shape, param.layout, mesh)
+
+
+def local_of(whole: Tensor, param: Param, mesh: Mesh, at: Mapping[str, int]) -> Tensor:
+    """The rank's part of a whole parameter, copied. Raises AutoparError ``param-shape`` where shapes differ."""
+    if tuple(whole.shape) != param.spec.shape:
+        raise AutoparError("param-shape", f"{param.name}: shape {tuple(whole.shape)}, expected {param.spec.shape}")
+    return cut(whole, held_of(param, mesh), at)
+
+
+def placements_of(param: Param, place: Place) -> tuple[Placement, ...]:
+    """DTensor's placements over the model axes. Where they cannot say the rows, the class does."""
+    assert param.layout is not None
+    types = (param.layout.get(a) for a in place.model_axes)
+    return tuple(ShardPlacement(t.dim) if isinstance(t, Shard) else Replicate() for t in types)
+
+
+@lru_cache(maxsize=4096)
+def is_plain(held: Held, axes: tuple[str, ...]) -> bool:
+    """Whether DTensor's own placements over ``axes`` say which rows each rank holds, on every rank."""
+    home = dict.fromkeys(held.mesh.names, 0)
+    return all(boxes(held, home | at) == _placed(held, axes, at) for at in _points(held.mesh, axes))
+
+
+def _points(mesh: Mesh, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
+    for i in range(math.prod(mesh.size(a) for a in axes)):
+        at = {}
+        for a in reversed(axes):
+            at[a], i = i % mesh.size(a), i // mesh.size(a)
+        yield at
+
+
+def _placed(held: Held, axes: tuple[str, ...], at: Mapping[str, int]) -> tuple[Box, ...]:
+    """The box that DTensor expects: each axis in turn cuts as ``torch.chunk``."""
+    start, sizes = [0] * len(held.shape), list(held.shape)
+    for axis in axes:
+        kind = held.layout.get(axis)
+        if isinstance(kind, Shard):
+            shares = chunk_sizes(sizes[kind.dim], held.mesh.size(axis))
+            start[kind.dim] += sum(shares[: at[axis]])
+            sizes[kind.dim] = shares[at[axis]]
+    return (Box(tuple(start), tuple(sizes), (0,) * len(start)),) if 0 not in sizes else ()
+
+
+def wrap(local: Tensor, param: Param, place: Place) -> Tensor:
+    """The rank's part as what the module registers: an nn.Parameter, or a buffer.
+
+    A parameter is a DTensor on the model axes, of class SegmentedDTensor where placements cannot say its rows; so is
+    a sharded buffer. Without model axes, and for other buffers, it is a plain tensor.
+    """
+    held = held_of(param, place.mesh)
+    assert not any(place.mesh.is_data(a) for a in held.shards), (param.name, "is sharded over a data axis")
+    is_parameter = param.kind == "parameter"
+    if not place.model_axes or not (is_parameter or held.shards):
+        return nn.Parameter(local, requires_grad=param.trainable) if is_parameter else local
+    out = on_mesh(local, param, place.submesh, placements_of(param, place))
+    restore_class(out, param, place)
+    return out
+
+
+def on_mesh(local: Tensor, param: Param, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
+    """A rank's part as a DTensor; a parameter where it is one."""
+    strides = torch.empty(param.spec.shape, dtype=param.spec.dtype, device="meta").stride()
+    meta = TensorMeta(torch.Size(param.spec.shape), strides, local.dtype)
+    out: Tensor = DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
+    return nn.Parameter(out, requires_grad=param.trainable) if param.kind == "parameter" else out
+
+
+def restore_class(x: Tensor, param: Param, place: Place) -> None:
+    """Give a DTensor of a parameter with segmented rows its class, after an engine made it anew."""
+    held = held_of(param, place.mesh)
+    if isinstance(x, DTensor) and not is_plain(held, place.model_axes):
+        if isinstance(x, nn.Parameter) and param.spec.is_float:
+            keep_class(x, held, place.axes)
+        else:
+            segmented(x, held, place.axes)
+
+
+def shard_of(x: Tensor) -> Tensor:
+    """This rank's part of a parameter, buffer or gradient, sharing memory and outside autograd."""
+    return x._local_tensor if isinstance(x, DTensor) else x.detach()
+
+
+def gather_of(x: Tensor, param: Param, place: Place) -> Tensor:
+    """The whole tensor of a parameter, its gradient, or a buffer. Collective over the axes that shard it."""
+    return gather(shard_of(x), held_of(param, place.mesh), place.axes)
+
+
+def initialise(
+    model: nn.Module,
+    params: Mapping[str, Param],
+    place: Place,
+    values: Mapping[str, Tensor] | None = None,
+    device: torch.device | None = None,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """What the emitted module registers, by first original name; the model is only read.
+
+    Real weights are cut shard by shard. Weights on the meta device are made by the model's own initialisers, one
+    module at a time, from a stream that depends on the module's path and ``seed`` only: equal on every mesh.
+
+    Args:
+        values: tensors of names that the model does not have (constants).
+        device: where to put the shards, by default the place's; ``meta`` allocates nothing.
+
+    Raises:
+        AutoparError: ``meta-initialiser`` or ``meta-buffer`` where a module cannot make its own tensors.
+    """
+    target = device or place.device
+    table: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    table |= dict(model.named_buffers(remove_duplicate=False))
+    table |= dict(values or {})
+    local: dict[str, Tensor] = {}
+    if target.type == "meta":
+        for name, param in params.items():
+            shape = local_shape(param.spec.shape, held_of(param, place.mesh).layout, place.mesh, place.at)
+            local[name] = torch.empty(shape, dtype=param.spec.dtype, device="meta")
+    else:
+        for name, whole in _wholes(model, params, table, seed):
+            local[name] = local_of(whole, params[name], place.mesh, place.at).to(target)
+    return {name: wrap(local[name], param, place) for name, param in params.items()}
+
+
+def _wholes(
+    model: nn.Module, params: Mapping[str, Param], table: Mapping[str, Tensor], seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    yield from ((name, table[name]) for name in params if not table[name].is_meta)
+    yield from materialise(model, {name for name in params if table[name].is_meta}, seed)

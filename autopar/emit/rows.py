@@ -1,0 +1,132 @@
+"""Which part of a whole tensor each rank holds: the runs of every dim, cutting them out and putting them back."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, product
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from autopar.ir.layout import Layout, Shard
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Spec
+from autopar.runtime._functional import gathered
+from autopar.runtime.axis import Axis
+
+Run = tuple[int, int]  # first index, length
+
+
+@dataclass(frozen=True)
+class Box:
+    """A contiguous part of a tensor: where it lies in the whole, and where in the local tensor."""
+
+    start: tuple[int, ...]
+    sizes: tuple[int, ...]
+    local: tuple[int, ...]
+
+    def of_local(self, local: Tensor) -> Tensor:
+        """The view of the rank's tensor that holds the box."""
+        for dim, (start, size) in enumerate(zip(self.local, self.sizes)):
+            local = local.narrow(dim, start, size)
+        return local
+
+
+@dataclass(frozen=True)
+class Held:
+    """How a tensor is spread over a mesh; equal ones hold equal rows.
+
+    Args:
+        shape: of the whole tensor.
+        layout: its type on each axis.
+        mesh: with the sub-axes that the layout names.
+    """
+
+    shape: tuple[int, ...]
+    layout: Layout
+    mesh: Mesh
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """The axes that shard the tensor and have more than one rank, in mesh order."""
+        return tuple(a for a, _ in self.layout.shards() if self.mesh.size(a) > 1)
+
+
+def rows(layout: Layout, spec: Spec, mesh: Mesh, at: Mapping[str, int]) -> tuple[tuple[Run, ...], ...]:
+    """For each dim of the whole tensor, the runs that the rank at ``at`` holds, in the order of its local tensor."""
+    return tuple(_runs_of(layout, dim, length, mesh, at) for dim, length in enumerate(spec.shape))
+
+
+def _runs_of(layout: Layout, dim: int, length: int, mesh: Mesh, at: Mapping[str, int]) -> tuple[Run, ...]:
+    shards = tuple((s, at[a], mesh.size(a)) for a, s in layout.shards(dim) if mesh.size(a) > 1)
+    return _runs(length, shards) if shards else ((0, length),)
+
+
+@lru_cache(maxsize=4096)
+def _runs(length: int, shards: tuple[tuple[Shard, int, int], ...]) -> tuple[Run, ...]:
+    """Runs of the indices whose digits every shard's coordinate holds; a local tensor keeps the order of the whole."""
+    held = np.ones(length, dtype=bool)
+    for shard, coordinate, ways in shards:
+        offset = 0
+        for p in shard.pieces:
+            digit = np.arange(p.length) // p.inner % p.count
+            first = p.start(coordinate, ways)
+            held[offset : offset + p.length] &= (digit >= first) & (digit < first + p.share(coordinate, ways))
+            offset += p.length
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], held, [False])).astype(np.int8)))
+    return tuple((int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2]))
+
+
+def boxes(held: Held, at: Mapping[str, int]) -> tuple[Box, ...]:
+    """The contiguous parts that the rank at ``at`` holds."""
+    runs = rows(held.layout, Spec(held.shape, torch.float32), held.mesh, at)
+    placed = [list(zip(r, accumulate((n for _, n in r), initial=0))) for r in runs]
+    return tuple(
+        Box(tuple(r[0] for r, _ in point), tuple(r[1] for r, _ in point), tuple(o for _, o in point))
+        for point in product(*placed)
+    )
+
+
+def cut(whole: Tensor, held: Held, at: Mapping[str, int]) -> Tensor:
+    """The rank's part of ``whole``, as a contiguous copy that shares no memory with it."""
+    local = whole.detach()
+    for dim, runs in enumerate(rows(held.layout, Spec(held.shape, whole.dtype), held.mesh, at)):
+        parts = [local.narrow(dim, start, size) for start, size in runs]
+        local = parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else local.narrow(dim, 0, 0)
+    return local.clone(memory_format=torch.contiguous_format)
+
+
+def gather(local: Tensor, held: Held, axes: Mapping[str, Axis]) -> Tensor:
+    """The whole tensor on every rank, from each rank's part. Collective over the axes that shard it.
+
+    Communication: b(N-1)/N bytes a rank for each sharding axis of N ranks, b the bytes gathered so far.
+    """
+    over = held.shards
+    if not over:
+        return local.detach().clone()
+    here = {a: axes[a].coordinate for a in held.mesh.names}
+    points = [{**here, **dict(zip(over, c))} for c in product(*(range(held.mesh.size(a)) for a in over))]
+    parts = [boxes(held, point) for point in points]
+    longest = max(sum(math.prod(b.sizes) for b in part) for part in parts)
+    flat = local.detach().new_zeros(longest)
+    flat[: local.numel()] = local.detach().reshape(-1)
+    for axis in reversed(over):
+        flat = gathered(flat, axes[axis])
+    whole = local.detach().new_empty(held.shape)
+    for i, part in enumerate(parts):
+        _put(whole, part, flat[i * longest : (i + 1) * longest])
+    return whole
+
+
+def _put(whole: Tensor, part: Iterable[Box], flat: Tensor) -> None:
+    """Copy a rank's flat tensor to its boxes of the whole."""
+    part = tuple(part)
+    shape = [max((b.local[d] + b.sizes[d] for b in part), default=0) for d in range(whole.dim())]
+    local = flat[: math.prod(shape)].view(shape)
+    for box in part:
+        target = whole
+        for dim, (start, size) in enumerate(zip(box.start, box.sizes)):
+            target = target.narrow(dim, start, size)
+        target.copy_(box.of_local(local))

@@ -1,0 +1,214 @@
+"""What a value is on each mesh axis: invariant, replicated, partial, or sharded on a factor of a dim.
+
+A factor of a dim is a digit of its index: index = (outer * count + factor) * inner + rest. Sharding the factor
+over an axis gives each coordinate a contiguous share of ``count``. A plain shard has outer 1; the batch factor of a
+flattened ``B*S`` has inner S; an interleaved or fused projection has outer > 1, or one piece per segment.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from autopar.ir.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A segment of a sharded dim, and the factor of it that is shared out.
+
+    Args:
+        length: global elements of the segment.
+        count: global size of the sharded factor. Canonical where even: the axis size.
+        inner: elements of one index of the factor (everything minor to it), global.
+        sizes: share of ``count`` for each coordinate where it is uneven, else None.
+    """
+
+    length: int
+    count: int
+    inner: int
+    sizes: tuple[int, ...] | None = None
+
+    @property
+    def outer(self) -> int:
+        """Repeats of the factor in the segment."""
+        return self.length // (self.count * self.inner)
+
+    def share(self, coordinate: int, ways: int) -> int:
+        """How many of ``count`` the coordinate holds."""
+        return self.sizes[coordinate] if self.sizes else self.count // ways
+
+    def start(self, coordinate: int, ways: int) -> int:
+        """The first index of the factor that the coordinate holds."""
+        return sum(self.sizes[:coordinate]) if self.sizes else coordinate * (self.count // ways)
+
+
+def piece(length: int, count: int, inner: int, ways: int, sizes: tuple[int, ...] | None = None) -> Piece:
+    """A canonical piece: an even factor is reduced to one index a coordinate, so that equal shards compare equal."""
+    if sizes is not None and len(set(sizes)) == 1:
+        sizes = None
+    if sizes is None:
+        assert count % ways == 0, (length, count, inner, ways)
+        return Piece(length, ways, inner * (count // ways))
+    return Piece(length, count, inner, sizes)
+
+
+def chunk_sizes(count: int, ways: int) -> tuple[int, ...]:
+    """Shares of ``count`` as ``torch.chunk`` and DTensor cut them: ceil first, the last ones smaller."""
+    step = -(-count // ways)
+    return tuple(max(0, min(step, count - step * c)) for c in range(ways))
+
+
+@dataclass(frozen=True)
+class Invariant:
+    """The same whole value on every rank, and the same whole gradient."""
+
+    def __str__(self) -> str:
+        return "I"
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """The same whole value on every rank; the gradient is a partial sum."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True)
+class Partial:
+    """A term of the sum; the gradient is whole on every rank."""
+
+    def __str__(self) -> str:
+        return "P"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A share of one factor of dim ``dim`` (one piece for each segment of the dim)."""
+
+    dim: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def length(self) -> int:
+        """Global size of the dim."""
+        return sum(p.length for p in self.pieces)
+
+    @property
+    def even(self) -> bool:
+        """Whether every coordinate holds as much."""
+        return all(p.sizes is None for p in self.pieces)
+
+    @property
+    def plain(self) -> bool:
+        """Whether each coordinate holds one contiguous run, in order."""
+        return len(self.pieces) == 1 and self.pieces[0].outer == 1
+
+    def __str__(self) -> str:
+        if self.plain:
+            return f"S({self.dim})"
+        return f"S({self.dim}:{'|'.join(f'{p.outer}x{p.count}x{p.inner}' for p in self.pieces)})"
+
+
+Type = Invariant | Replicated | Partial | Shard
+I, R, P = Invariant(), Replicated(), Partial()
+
+
+def plain_shard(dim: int, length: int, ways: int) -> Shard | None:
+    """Shard dim ``dim`` of ``length`` elements in contiguous runs; uneven as ``torch.chunk``; None if a rank would be empty."""
+    sizes = chunk_sizes(length, ways)
+    if min(sizes) == 0:
+        return None
+    return Shard(dim, (piece(length, length, 1, ways, sizes),))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A value's type on each axis of the mesh, as (axis, type) pairs in mesh order."""
+
+    types: tuple[tuple[str, Type], ...] = ()
+
+    @staticmethod
+    def of(types: Mapping[str, Type]) -> "Layout":
+        """From a mapping of axis to type."""
+        return Layout(tuple(types.items()))
+
+    def __getitem__(self, axis: str) -> Type:
+        return dict(self.types)[axis]
+
+    def get(self, axis: str, default: Type = I) -> Type:
+        """The type on ``axis``, or ``default`` where the mesh lacks it."""
+        return dict(self.types).get(axis, default)
+
+    def having(self, axis: str, kind: Type) -> "Layout":
+        """This layout with another type on ``axis``, its place kept."""
+        if axis in dict(self.types):
+            return Layout(tuple((a, kind if a == axis else t) for a, t in self.types))
+        return Layout((*self.types, (axis, kind)))
+
+    def shards(self, dim: int | None = None) -> Iterable[tuple[str, Shard]]:
+        """(axis, shard) of every axis that shards the value, or that shards ``dim``."""
+        return ((a, t) for a, t in self.types if isinstance(t, Shard) and dim in (None, t.dim))
+
+    @property
+    def partial(self) -> tuple[str, ...]:
+        """The axes over which the value is a term of a sum."""
+        return tuple(a for a, t in self.types if t == P)
+
+
+def _share(piece_: Piece, at: int, ways: int, of: int) -> int:
+    """``of`` global elements of the factor's span, as held by the coordinate."""
+    return of // piece_.count * piece_.share(at, ways)
+
+
+def local_pieces(layout: Layout, dim: int, length: int, mesh: Mesh, at: Mapping[str, int]) -> tuple[int, ...]:
+    """Local length of each segment of ``dim`` at coordinates ``at``."""
+    shards = list(layout.shards(dim))
+    if not shards:
+        return (length,)
+    most = max((s for _, s in shards), key=lambda s: len(s.pieces))
+    out = []
+    for k, segment in enumerate(most.pieces):
+        n = segment.length
+        for axis, shard in shards:
+            n = _share(shard.pieces[k if len(shard.pieces) > 1 else 0], at[axis], mesh.size(axis), n)
+        out.append(n)
+    return tuple(out)
+
+
+def local_shape(shape: Iterable[int], layout: Layout, mesh: Mesh, at: Mapping[str, int]) -> tuple[int, ...]:
+    """Shape of the piece of a global ``shape`` that the rank at coordinates ``at`` holds."""
+    return tuple(sum(local_pieces(layout, d, n, mesh, at)) for d, n in enumerate(shape))
+
+
+def local_inner(layout: Layout, axis: str, index: int, mesh: Mesh, at: Mapping[str, int]) -> int:
+    """Local elements minor to the factor that ``axis`` shards in segment ``index``: its inner over the minor axes."""
+    shard = layout[axis]
+    assert isinstance(shard, Shard)
+    mine = shard.pieces[index]
+    inner = mine.inner
+    for other, theirs in layout.shards(shard.dim):
+        p = theirs.pieces[index if len(theirs.pieces) > 1 else 0]
+        if other != axis and p.inner * p.count <= mine.inner:
+            inner = _share(p, at[other], mesh.size(other), inner)
+    return inner
+
+
+def overlap(a: Shard, b: Shard) -> bool:
+    """Whether two axes' shards of one dim want the same digit of the index."""
+    if a.dim != b.dim:
+        return False
+    for x in a.pieces:
+        for y in b.pieces:
+            minor, major = (x, y) if x.inner < y.inner or (x.inner == y.inner and x.count < y.count) else (y, x)
+            if major.inner % (minor.inner * minor.count):
+                return True
+    return len(a.pieces) != len(b.pieces) and min(len(a.pieces), len(b.pieces)) > 1
+
+
+def format_dims(shape: Iterable[int], layout: Layout) -> str:
+    """``[4, 16@dp, 32@tp]+tp``: dims with the axes that shard them, then the axes over which the value is partial."""
+    dims = []
+    for d, n in enumerate(shape):
+        marks = "".join(f"@{a}" + ("" if s.plain else "'") for a, s in layout.shards(d))
+        dims.append(f"{n}{marks}")
+    return f"[{', '.join(dims)}]" + "".join(f"+{a}" for a in layout.partial)

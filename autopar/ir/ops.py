@@ -1,0 +1,58 @@
+"""Operations of the IR that aten lacks: plain functions whose meaning on whole tensors is written here.
+
+A Program calls them with ``call_function``. Passes replace them by runtime functions; on the way down they can be
+executed as they stand, which is what the verifier compares with.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def convert(x: Tensor, axis: str, src: Any, dst: Any) -> Tensor:
+    """A change of layout on the mesh axis ``axis`` from type ``src`` to type ``dst``: the whole value stays the same."""
+    return x
+
+
+def dropout(x: Tensor, p: float, key: int) -> Tensor:
+    """Zero each element with probability ``p`` and scale the rest by 1/(1-p). ``key`` tells the graph's draws apart."""
+    return F.dropout(x, p, training=True)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    key: int = 0,
+) -> Tensor:
+    """softmax(q kᵀ · scale + mask) v over the last two dims.
+
+    Args:
+        q: [..., H, S, D]. k: [..., Hkv, T, D]. v: [..., Hkv, T, Dv]. Hkv divides H where ``enable_gqa``, else H = Hkv.
+        mask: bool (True: seen) or float (added), broadcastable to [..., H, S, T].
+        dropout: probability at which an entry of the softmax is zeroed; ``key`` tells the graph's draws apart.
+        is_causal: query i sees keys j <= i.
+        scale: 1/sqrt(D) where None.
+    """
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, dropout_p=dropout, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def token_loss(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """Negative log-likelihood of each target class: logits [..., V], target [...] int64 -> [...].
+
+    0, and no gradient, where ``target == ignore_index``. As ``F.cross_entropy(reduction="none")``.
+    """
+    flat = F.cross_entropy(logits.flatten(0, -2), target.flatten(), ignore_index=ignore_index, reduction="none")
+    return flat.view(target.shape)
+
+
+IR_OPS = (convert, dropout, attention, token_loss)

@@ -1,0 +1,1 @@
+"""Tables and timelines for people."""

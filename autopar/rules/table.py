@@ -1,0 +1,173 @@
+"""The rule table: one op, one line. Each line is proved by execution in tests/rules.
+
+A line says which factors of the op's dims are the same (``autopar.rules.notation``), in which inputs the op is linear, and
+how its arguments change when it runs on shards (``autopar.rules.local``).
+"""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir import ops
+from autopar.rules import builders as b
+from autopar.rules.attention import attention
+from autopar.rules.builders import Builder, along, permuted, pointwise, reduction, rule
+from autopar.rules.notation import labels
+from autopar.rules.relation import Labels, Opaque, Relation
+
+aten = torch.ops.aten
+
+TABLE: dict[Any, Builder] = {
+    # matrix products
+    aten.linear.default: rule("b.. i, o i, [+o] -> b.. o", {0, 2}, {1, 2}, {0}, {1}),
+    aten.addmm.default: b.addmm,
+    aten.mm.default: rule("b i, i o -> b o", {0}, {1}),
+    aten.bmm.default: rule("n b i, n i o -> n b o", {0}, {1}),
+    aten.baddbmm.default: rule("+n b o, n b i, n i o -> n b o", {0, 1}, {0, 2}),
+    aten.mv.default: rule("b i, i -> b", {0}, {1}),
+    aten.dot.default: rule("i, i -> ", {0}, {1}),
+    aten.matmul.default: b.matmul,
+    aten.convolution.default: b.convolution,
+    aten.conv1d.default: b.convolution,
+    aten.conv2d.default: b.convolution,
+    aten.conv3d.default: b.convolution,
+    # lookups and losses
+    aten.embedding.default: rule("v h, t.. -> t.. h", {0}),
+    ops.token_loss: rule("n.. v, n.. -> n.."),
+    ops.attention: attention,
+    # sums
+    aten.sum.default: reduction(True),
+    aten.sum.dim_IntList: reduction(True),
+    aten.mean.default: reduction(True),
+    aten.mean.dim: reduction(True),
+    # reductions that are no sums
+    aten.amax.default: reduction(False),
+    aten.amin.default: reduction(False),
+    aten.max.default: reduction(False),
+    aten.min.default: reduction(False),
+    aten.max.dim: reduction(False),
+    aten.min.dim: reduction(False),
+    aten.argmax.default: reduction(False),
+    aten.argmin.default: reduction(False),
+    aten.any.default: reduction(False),
+    aten.any.dim: reduction(False),
+    aten.all.default: reduction(False),
+    aten.all.dim: reduction(False),
+    aten.prod.default: reduction(False),
+    aten.prod.dim_int: reduction(False),
+    aten.logsumexp.default: reduction(False),
+    aten.linalg_vector_norm.default: reduction(False),
+    # along one dim
+    aten.softmax.int: along(),
+    aten._softmax.default: along(),
+    aten.log_softmax.int: along(),
+    aten._log_softmax.default: along(),
+    aten.cumsum.default: along(linear=True),
+    aten.cumprod.default: along(),
+    aten.sort.default: along(),
+    aten.sort.stable: along(),
+    aten.argsort.default: along(),
+    aten.topk.default: along(),
+    aten.triu.default: along(last=2, linear=True),
+    aten.tril.default: along(last=2, linear=True),
+    aten.gather.default: b.gather,
+    aten.scatter.src: b.gather,
+    aten.scatter.value: b.gather,
+    aten.scatter_add.default: b.gather,
+    aten.index.Tensor: b.index,
+    aten.index_select.default: b.index_select,
+    # norms
+    aten.layer_norm.default: b.normalized,
+    aten.rms_norm.default: b.normalized,
+    # shapes
+    aten.reshape.default: b.reshape,
+    aten.view.default: b.reshape,
+    aten.unsqueeze.default: b.reshape,
+    aten.squeeze.dim: b.reshape,
+    aten.squeeze.dims: b.reshape,
+    aten.squeeze.default: b.reshape,
+    aten.flatten.using_ints: b.reshape,
+    aten.transpose.int: permuted(b.swap),
+    aten.t.default: permuted(lambda node, rank: list(range(rank))[::-1]),
+    aten.permute.default: permuted(lambda node, rank: [d % rank for d in node.args[1]]),  # type: ignore[union-attr]
+    aten.expand.default: b.expand,
+    aten.repeat.default: b.repeat,
+    aten.split_with_sizes.default: b.split,
+    aten.cat.default: b.cat,
+    aten.stack.default: b.stack,
+    aten.slice.Tensor: b.window,
+    aten.select.int: b.select,
+    aten.pad.default: b.window,
+    aten.constant_pad_nd.default: b.window,
+    aten.flip.default: b.window,
+    aten.roll.default: b.window,
+    aten.view_as_complex.default: rule("b.. !c -> b..", {0}),
+    aten.view_as_real.default: rule("b.. -> b.. !c", {0}),
+    # constants
+    aten.full.default: b.creation,
+    aten.zeros.default: b.creation,
+    aten.ones.default: b.creation,
+    aten.new_zeros.default: b.creation,
+    aten.new_ones.default: b.creation,
+    aten.new_full.default: b.creation,
+    aten.zeros_like.default: pointwise(),
+    aten.ones_like.default: pointwise(),
+    aten.full_like.default: pointwise(),
+    aten.arange.default: rule("-> !s"),
+    aten.arange.start: rule("-> !s"),
+    aten.arange.start_step: rule("-> !s"),
+    aten.scalar_tensor.default: rule("->"),
+    # element by element, where a sum passes through
+    aten.add.Tensor: pointwise({0, 1}),
+    aten.sub.Tensor: pointwise({0, 1}),
+    aten.mul.Tensor: pointwise({0}, {1}),
+    aten.div.Tensor: pointwise({0}),
+    aten.mul.Scalar: pointwise({0}),
+    aten.div.Scalar: pointwise({0}),
+    aten.neg.default: pointwise({0}),
+    aten._to_copy.default: b.cast,
+    aten.to.dtype: b.cast,
+    aten.clone.default: pointwise({0}),
+    aten.detach.default: pointwise({0}),
+    aten.alias.default: pointwise({0}),
+    aten.where.self: pointwise({1, 2}),
+    # element by element, without the tag
+    aten.where.ScalarOther: pointwise(),
+    aten.where.ScalarSelf: pointwise(),
+    aten.where.Scalar: pointwise(),
+    aten.__and__.Tensor: pointwise(),
+    aten.__or__.Tensor: pointwise(),
+    aten.__xor__.Tensor: pointwise(),
+    aten.__and__.Scalar: pointwise(),
+    aten.__or__.Scalar: pointwise(),
+    aten.floor_divide.default: pointwise(),
+    aten.log_sigmoid.default: pointwise(),
+    aten.log_sigmoid_forward.default: pointwise(),
+    aten.bucketize.Tensor: rule("b.., !n -> b.."),
+    aten.prelu.default: rule("b.., !n -> b.."),
+    ops.dropout: pointwise(),
+}
+
+INTERNAL = {ops.token_loss: frozenset({"v"})}
+
+
+def has_rule(target: Any) -> bool:
+    """Whether the op has a line in the table or is element by element by its own tag."""
+    return target in TABLE or torch.Tag.pointwise in getattr(target, "tags", ())
+
+
+def relation(node: fx.Node) -> Relation:
+    """The relation of the node's dims; Opaque for an op without a rule."""
+    target = node.target
+    if target is aten.prelu.default and node.args[1].meta["spec"].shape == (1,):  # type: ignore[union-attr]
+        return labels("b.., !n -> b..", b.input_shapes(node), b.output_shapes(node))
+    if target in TABLE:
+        found = TABLE[target](node)
+    elif torch.Tag.pointwise in getattr(target, "tags", ()):
+        found = pointwise()(node)
+    else:
+        return Opaque()
+    if target in INTERNAL and isinstance(found, Labels):
+        return Labels(found.inputs, found.outputs, found.blocked, found.added, found.linear, INTERNAL[target])
+    return found

@@ -1,0 +1,121 @@
+"""Token loss and embedding lookup with the vocabulary sharded over a mesh axis.
+
+The loss never gathers logits: only one maximum, one sum of exponentials and one picked logit a token cross the
+wire (vocabulary-parallel cross-entropy, Shoeybi et al., Megatron-LM, section 3).
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar.runtime._functional import reduced
+from autopar.runtime.axis import Axis
+
+
+def token_loss(logits: Tensor, target: Tensor, ignore_index: int, axis: Axis | None, start: int) -> Tensor:
+    """Negative log-likelihood of each token, ``F.cross_entropy(reduction="none")`` on the whole classes.
+
+    Two all-reduces, of 1 and 2 numbers a token in the accumulation dtype (float32 for half precision). The
+    backward is local.
+
+    Args:
+        logits: [..., V_local], classes ``start`` to ``start + V_local`` of the whole, S on ``axis``; coordinates hold
+            classes in order.
+        target: [...], classes by global index, whole on every rank.
+        ignore_index: the target of tokens whose loss and gradient are 0.
+        axis: None where the logits are whole.
+
+    Returns:
+        [...] in the logits' dtype, I on ``axis``. A target that is no class makes its token's loss NaN on every
+        rank (an error where the logits are whole).
+    """
+    if axis is None or axis.size == 1:
+        rows = logits.reshape(-1, logits.shape[-1])
+        flat = F.cross_entropy(rows, target.reshape(-1), ignore_index=ignore_index, reduction="none")
+        return flat.reshape(target.shape)
+    out: Tensor = _TokenLoss.apply(logits, target, ignore_index, axis, start)
+    return out
+
+
+class _TokenLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, axis: Axis, start: int) -> Tensor:
+        wide = logits.to(_accumulation(logits.dtype))
+        ignored = target == ignore_index
+        top = wide.amax(-1) if wide.shape[-1] else wide.new_full(target.shape, -torch.inf)
+        top = reduced(top, axis, "max")
+        both = torch.stack([(wide - top.unsqueeze(-1)).exp().sum(-1), _picked(wide, target, ignored, axis, start)])
+        total, picked = reduced(both, axis).unbind()
+        log_total = total.log() + top
+        ctx.save_for_backward(logits, target, ignored, log_total)
+        ctx.start = start
+        return (log_total - picked).masked_fill(ignored, 0.0).to(logits.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        logits, target, ignored, log_total = ctx.saved_tensors
+        wide = (logits.to(log_total.dtype) - log_total.unsqueeze(-1)).exp()
+        if wide.shape[-1]:
+            index, inside = _local_index(target, ctx.start, wide.shape[-1])
+            wide = wide.scatter_add(-1, index.unsqueeze(-1), -inside.unsqueeze(-1).to(wide.dtype))
+        scale = grad.to(wide.dtype).masked_fill(ignored, 0.0).unsqueeze(-1)
+        # Not a product alone: the softmax of an ignored token may be NaN.
+        out = (wide * scale).masked_fill(ignored.unsqueeze(-1), 0.0)
+        return out.to(logits.dtype), None, None, None, None
+
+
+def _accumulation(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _local_index(index: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
+    local = index - start
+    inside = (local >= 0) & (local < count)
+    return local.masked_fill(~inside, 0), inside
+
+
+def _picked(wide: Tensor, target: Tensor, ignored: Tensor, axis: Axis, start: int) -> Tensor:
+    """The target's logit where this rank has it, 0 elsewhere; NaN where no rank has it, from one rank."""
+    count = wide.shape[-1]
+    picked = wide.new_zeros(target.shape)
+    if count:
+        index, inside = _local_index(target, start, count)
+        picked = wide.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(~inside, 0.0)
+    if axis.coordinate == 0:
+        picked = picked.masked_fill((target < 0) & ~ignored, torch.nan)
+    if axis.coordinate == axis.size - 1:
+        picked = picked.masked_fill((target >= start + count) & ~ignored, torch.nan)
+    return picked
+
+
+def vocabulary_embedding(weight: Tensor, ids: Tensor, start: int, padding_idx: int | None, total: int) -> Tensor:
+    """Rows of a table of which this rank holds rows ``start`` to ``start + len(weight)``; no communication.
+
+    Args:
+        weight: [rows, D].
+        ids: [...], global row indices, whole on every rank.
+        padding_idx: global row that gets no gradient; negative counts from ``total``.
+        total: rows of the whole table.
+
+    Returns:
+        [..., D], P on the axis that shards the table: 0 where another rank has the row.
+
+    Raises:
+        IndexError: an id is outside 0 to ``total`` - 1, on every rank alike.
+    """
+    rows = weight.shape[0]
+    if rows == 0:
+        weight, rows = F.pad(weight, (0, 0, 0, 1)), 1
+        start = total
+    local, inside = _local_index(ids, start, rows)
+    outside = ids.lt(0) | ids.ge(total)
+    padding = None
+    if padding_idx is not None:
+        at = (padding_idx if padding_idx >= 0 else total + padding_idx) - start
+        padding = at if 0 <= at < rows else None
+    # An id that is no row stays one here, so that the lookup itself refuses it, as it does on the whole table.
+    picked = F.embedding(local.masked_fill(outside, rows), weight, padding)
+    return picked.masked_fill(~inside.unsqueeze(-1), 0.0)

@@ -1,0 +1,8 @@
+"""Ops that mean something else on a shard than on the whole value."""
+
+from torch import Tensor
+
+
+def mean_of_total(x: Tensor, dim: tuple[int, ...], keepdim: bool, total: int) -> Tensor:
+    """This shard's term of a mean over ``total`` elements of the whole: sum over ``dim``, divided by ``total``."""
+    return x.sum(dim, keepdim) / total if dim else x / total

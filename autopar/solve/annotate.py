@@ -1,0 +1,90 @@
+"""Write a solution's types into the program, and read back what earlier axes decided."""
+
+from torch import fx
+
+from autopar.ir.layout import I, Layout, Shard, Type, overlap
+from autopar.ir.program import Program, specs, tensor_args
+from autopar.rules.relation import Assignment
+from autopar.solve.flow import Flow, is_op, origin, placeholders
+from autopar.solve.problem import Solution
+
+
+def layouts(node: fx.Node) -> tuple[Layout, ...]:
+    """The layouts of what the node returns."""
+    found = node.meta.get("layout", Layout())
+    return found if isinstance(found, tuple) else (found,) * max(1, len(specs(node)))
+
+
+def layout_of(node: fx.Node) -> Layout:
+    """The layout of the single value that ``node`` stands for."""
+    owner, index = origin(node)
+    return layouts(owner)[index]
+
+
+def write(program: Program, flow: Flow, axis: str, found: Solution) -> None:
+    """Add ``axis`` to every layout and requirement of the program."""
+    for _, graph in program.graphs():
+        for node in graph.nodes:
+            if node.op == "output":
+                if graph is program.graph:
+                    _require(node, axis, found.outputs)
+                continue
+            if "handle" in node.meta:
+                continue
+            kinds = [found.types.get(flow.at.get((node, i), -1), I) for i in range(len(specs(node)))]
+            if is_op(node):
+                _require(node, axis, list(found.assignments[node].inputs))
+            elif node.op == "call_module":
+                block = placeholders(program.blocks[str(node.target)].graph)
+                _require(node, axis, [found.types[flow.of(p)] for p in block])
+            elif node.op == "call_function":  # getitem
+                kinds = [found.types[flow.of(node)]] if origin(node) in flow.at else [I]
+            _extend(node, axis, kinds)
+    for node in placeholders(program.graph):
+        if "param" in node.meta:
+            name = node.meta["param"]
+            program.params[name] = _with(program, name, axis, found.types[flow.of(node)])
+
+
+def _with(program: Program, name: str, axis: str, kind: Type):  # type: ignore[no-untyped-def]
+    from dataclasses import replace
+
+    p = program.params[name]
+    return replace(p, layout=(p.layout or Layout()).having(axis, kind))
+
+
+def _extend(node: fx.Node, axis: str, kinds: list[Type]) -> None:
+    made = tuple(old.having(axis, kind) for old, kind in zip(layouts(node), kinds, strict=True))
+    node.meta["layout"] = made if isinstance(node.meta.get("spec"), tuple) else made[0]
+
+
+def _require(node: fx.Node, axis: str, kinds: list[Type]) -> None:
+    old = node.meta.get("requires") or (Layout(),) * len(kinds)
+    node.meta["requires"] = tuple(o.having(axis, k) for o, k in zip(old, kinds, strict=True))
+
+
+def clashes(node: fx.Node, a: Assignment) -> bool:
+    """Whether the assignment wants a digit that an earlier axis already shards, at any port."""
+    wanted = node.meta.get("requires", (Layout(),) * len(a.inputs))
+    ports = list(zip(a.inputs, wanted, strict=True))
+    ports += list(zip(a.outputs, layouts(node)))
+    return any(clash(kind, layout) for kind, layout in ports)
+
+
+def clash(kind: Type, layout: Layout) -> bool:
+    """Whether a type on a new axis collides with the shards that the layout has."""
+    return isinstance(kind, Shard) and any(overlap(kind, other) for _, other in layout.shards(kind.dim))
+
+
+def shares(flow: Flow, mesh_size: dict[str, int]) -> dict[int, float]:
+    """The part of each value that a rank holds on the axes decided so far."""
+    out = {}
+    for (node, index), value in flow.at.items():
+        part = 1.0
+        for axis, _ in layouts(node)[index].shards() if index < len(layouts(node)) else ():
+            part /= mesh_size[axis]
+        out[value] = part
+    return out
+
+
+__all__ = ["clash", "clashes", "layout_of", "layouts", "shares", "tensor_args", "write"]

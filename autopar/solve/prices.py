@@ -1,0 +1,53 @@
+"""What the solver pays, in microseconds, from the cost model."""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from torch import fx
+
+from autopar.cost.communication import link_of
+from autopar.cost.communication import seconds as conversion_seconds
+from autopar.cost.compute import node_cost
+from autopar.cost.compute import seconds as compute_seconds
+from autopar.cost.hardware import Hardware
+from autopar.ir.layout import Shard, Type
+from autopar.ir.mesh import Mesh
+from autopar.rules.relation import Assignment
+from autopar.solve.flow import Flow
+
+MICRO = 1e6
+UNEVEN = 1.02  # an uneven shard waits for its longest piece
+LOCAL = 1e-3  # µs: a conversion that moves nothing is not free, or ties would add it at random
+
+
+def op_prices(flow: Flow, hardware: Hardware, ways: int) -> Callable[[fx.Node, Assignment], float]:
+    """Forward and backward time of an op: its whole time over the axis where it is sharded."""
+
+    @lru_cache(maxsize=None)
+    def whole(node: fx.Node) -> float:
+        dtype = node.meta["spec"].dtype if not isinstance(node.meta["spec"], tuple) else node.meta["spec"][0].dtype
+        return float(sum(compute_seconds(node_cost(node), hardware, dtype))) * MICRO
+
+    def price(node: fx.Node, a: Assignment) -> float:
+        shards = [t for t in (*a.inputs, *a.outputs) if isinstance(t, Shard)]
+        if not shards:
+            return whole(node)
+        return whole(node) / ways * (1.0 if all(s.even for s in shards) else UNEVEN)
+
+    return price
+
+
+def conversion_prices(
+    flow: Flow, hardware: Hardware, mesh: Mesh, axis: str, shares: dict[int, float]
+) -> Callable[[int, Type, Type], float]:
+    """Forward and backward time of a conversion; ``shares`` is what other axes leave of each value."""
+    link, ways = link_of(hardware, mesh, axis), mesh.size(axis)
+
+    @lru_cache(maxsize=None)
+    def price(value: int, src: Type, dst: Type) -> float:
+        v = flow.values[value]
+        forward, backward = conversion_seconds(src, dst, v.spec.bytes * shares.get(value, 1.0), ways, link)
+        uneven = any(isinstance(t, Shard) and not t.even for t in (src, dst))
+        return (float(forward) + (float(backward) if v.diff else 0.0)) * MICRO * (UNEVEN if uneven else 1.0) + LOCAL
+
+    return price

@@ -1,0 +1,186 @@
+"""Symbolic reading of integers and booleans that are made of iotas only. Nothing of the size of a mask is ever built."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.program import Spec
+
+aten = torch.ops.aten
+VIEWS = (aten.unsqueeze.default, aten.reshape.default, aten.expand.default, aten.permute.default)
+SIGNS = {  # comparison -> (sign, shift): x op y is sign (x - y) + shift >= 0
+    "ge": (1, 0),
+    "gt": (1, -1),
+    "le": (-1, 0),
+    "lt": (-1, -1),
+}
+
+
+@dataclass(frozen=True)
+class Affine:
+    """const + sum of coefficient times index, dims counted from the end (-1 is the last)."""
+
+    terms: tuple[tuple[int, int], ...] = ()
+    const: int = 0
+
+    @staticmethod
+    def of(terms: dict[int, int], const: int) -> "Affine":
+        return Affine(tuple(sorted((d, c) for d, c in terms.items() if c)), const)
+
+    def plus(self, other: "Affine", times: int = 1) -> "Affine":
+        """self + times other."""
+        terms = dict(self.terms)
+        for d, c in other.terms:
+            terms[d] = terms.get(d, 0) + times * c
+        return Affine.of(terms, self.const + times * other.const)
+
+    def lowest(self, shape: tuple[int, ...]) -> int:
+        """Least value over every index of a tensor of this shape."""
+        return self.const + sum(min(0, c * (shape[d] - 1)) for d, c in self.terms)
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Shape of a node that returns one tensor."""
+    spec = node.meta["spec"]
+    assert isinstance(spec, Spec)
+    return spec.shape
+
+
+def source_dims(node: fx.Node) -> dict[int, int] | None:
+    """For a view, which dim of its input each of its dims reads (both from the end); dims of length 1 are left out.
+
+    None where dims are merged or split.
+    """
+    x: Any = node.args[0]
+    before, after = shape_of(x), shape_of(node)
+    if node.target is aten.permute.default:
+        dims: Any = node.args[1]
+        return {i - len(after): d - len(before) for i, d in enumerate(dims)}
+    if node.target is aten.expand.default:
+        return {d: d for d in range(-len(before), 0) if before[d] != 1}
+    kept = [d - len(before) for d, n in enumerate(before) if n != 1]
+    shown = [d - len(after) for d, n in enumerate(after) if n != 1]
+    if [before[d] for d in kept] != [after[d] for d in shown]:
+        return None
+    return dict(zip(shown, kept))
+
+
+def affine(value: Any) -> Affine | None:
+    """The integer tensor or number as an affine function of its own index; None where it is none."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return Affine((), value)
+    if not isinstance(value, fx.Node) or value.op != "call_function":
+        return None
+    spec = value.meta["spec"]
+    if not isinstance(spec, Spec) or spec.is_float or spec.dtype == torch.bool:
+        return None
+    return _affine_call(value)
+
+
+def _affine_call(node: fx.Node) -> Affine | None:
+    target, args = node.target, node.args
+    if target is aten.arange.start_step:
+        start, _, step = args
+        ok = isinstance(start, int) and isinstance(step, int)
+        return Affine.of({-1: step}, start) if ok else None  # type: ignore[dict-item,arg-type]
+    if target is aten.full.default:
+        return affine(args[1])
+    if target is aten._to_copy.default:
+        return affine(args[0])
+    if target in VIEWS:
+        return _moved(node)
+    if target is aten.neg.default:
+        inner = affine(args[0])
+        return Affine().plus(inner, -1) if inner is not None else None
+    if target in (aten.add.Tensor, aten.sub.Tensor) and not node.kwargs:
+        x, y = affine(args[0]), affine(args[1])
+        return x.plus(y, 1 if target is aten.add.Tensor else -1) if x is not None and y is not None else None
+    if target is aten.mul.Tensor:
+        x, y = affine(args[0]), affine(args[1])
+        if x is not None and y is not None and not (x.terms and y.terms):
+            one, many = (x, y) if not x.terms else (y, x)
+            return Affine().plus(many, one.const)
+    return None
+
+
+def _moved(node: fx.Node) -> Affine | None:
+    inner, dims = affine(node.args[0]), source_dims(node)
+    if inner is None or dims is None:
+        return None
+    size = shape_of(node.args[0])  # type: ignore[arg-type]
+    coefficients = {d: c for d, c in inner.terms if size[d] != 1}
+    return Affine.of({d: coefficients.get(s, 0) for d, s in dims.items()}, inner.const)
+
+
+def conditions(node: Any) -> list[Affine] | None:
+    """The boolean tensor as a conjunction of ``affine >= 0``; None where it is none."""
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return None
+    target, args = node.target, node.args
+    if target is aten.full.default:
+        return [] if args[1] else None
+    if target in (aten.bitwise_and.Tensor, aten.logical_and.default):
+        x, y = conditions(args[0]), conditions(args[1])
+        return x + y if x is not None and y is not None else None
+    if target in (aten.bitwise_not.default, aten.logical_not.default):
+        inner = conditions(args[0])
+        return [negation(inner[0])] if inner is not None and len(inner) == 1 else None
+    if target in VIEWS:
+        return _moved_conditions(node)
+    name = getattr(target, "_schema", None) and target._schema.name.split("::")[1]  # type: ignore[union-attr]
+    if name in SIGNS:
+        x0, y0 = affine(args[0]), affine(args[1])
+        sign, shift = SIGNS[name]
+        return [Affine((), shift).plus(x0.plus(y0, -1), sign)] if x0 is not None and y0 is not None else None
+    return None
+
+
+def negation(condition: Affine) -> Affine:
+    """not (f >= 0) is -f - 1 >= 0, of integers."""
+    return Affine((), -1).plus(condition, -1)
+
+
+def _moved_conditions(node: fx.Node) -> list[Affine] | None:
+    inner, dims = conditions(node.args[0]), source_dims(node)
+    if inner is None or dims is None:
+        return None
+    size = shape_of(node.args[0])  # type: ignore[arg-type]
+    out = []
+    for condition in inner:
+        coefficients = {d: c for d, c in condition.terms if size[d] != 1}
+        out.append(Affine.of({d: coefficients.get(s, 0) for d, s in dims.items()}, condition.const))
+    return out
+
+
+def element(value: Any, index: tuple[int, ...]) -> Any:
+    """One element of a tensor that is made of iotas and constants, by following the ops themselves.
+
+    ``index`` may be that of a shape that the tensor broadcasts to. Independent of ``affine``, as its check.
+    """
+    if not isinstance(value, fx.Node):
+        return value
+    size = shape_of(value)
+    at = tuple(0 if n == 1 else i for i, n in zip(index[len(index) - len(size) :], size))
+    target, args = value.target, value.args
+    if target is aten.arange.start_step:
+        return args[0] + args[2] * at[0]  # type: ignore[operator]
+    if target is aten.full.default:
+        return args[1]
+    if target is aten.permute.default:
+        dims: Any = args[1]
+        return element(args[0], tuple(at[dims.index(d)] for d in range(len(dims))))
+    if target in (aten.unsqueeze.default, aten.reshape.default):
+        return element(args[0], _unravel(at, size, shape_of(args[0])))  # type: ignore[arg-type]
+    if target in (aten.expand.default, aten._to_copy.default):
+        return element(args[0], at)
+    operands = [element(a, at) for a in args]
+    return target(*(torch.tensor(o) if isinstance(a, fx.Node) else o for o, a in zip(operands, args))).item()  # type: ignore[operator]
+
+
+def _unravel(at: tuple[int, ...], size: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    """The index in shape ``other`` of the element at ``at`` in shape ``size``."""
+    flat = sum(i * math.prod(size[d + 1 :]) for d, i in enumerate(at))
+    return tuple(flat // math.prod(other[d + 1 :]) % n for d, n in enumerate(other))

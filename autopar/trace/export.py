@@ -1,0 +1,290 @@
+"""A model to a functional graph of aten ops, by ``torch.export`` without strict mode."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from autopar.errors import AutoparError, AutoparWarning
+from autopar.ir.program import Param, Spec
+from autopar.trace import places
+from autopar.trace.once import Unsafe, bodies_of, intercepted
+from autopar.trace.prepare import prepared
+from autopar.trace.structure import Node, Structure, scan
+
+Named = tuple[dict[str, Param], dict[str, str]]  # parameters and buffers by first name, and each name's first name
+WRAPPED = "m"  # the name of the user's model in the wrapper; stripped from every path
+
+
+@dataclass
+class Exported:
+    """A functional aten graph whose placeholders are known by name.
+
+    Placeholders carry ``meta["param"]`` or ``meta["input"]``. ``outputs`` describes the graph's flat result:
+    ("user", ""), ("loss", "") or ("buffer", name).
+    """
+
+    graph: fx.Graph
+    params: dict[str, Param]
+    constants: dict[str, Tensor]
+    outputs: list[tuple[str, str]]
+    structure: Structure
+    notes: list[str] = field(default_factory=list)
+    bodies: dict[str, "Exported"] = field(default_factory=dict)  # of layers that are single nodes, by path
+
+    @property
+    def looks(self) -> list[tuple[tuple[int, ...], str]]:
+        """Shape and dtype of each result."""
+        values = [n.meta["val"] for n in self.graph.output_node().args[0]]  # type: ignore[union-attr]
+        return [(tuple(map(int, v.shape)), str(v.dtype).removeprefix("torch.")) for v in values]
+
+
+@dataclass
+class _Seen:
+    """What the forward found out; kept apart because export undoes assignments to a module."""
+
+    loss: bool = False
+    dropped: set[str] = field(default_factory=set)
+
+
+class _Flat(nn.Module):
+    """The model as a function of a flat list of tensors that returns a flat list of tensors."""
+
+    def __init__(
+        self, model: nn.Module, structure: Structure, loss: Callable[[Any], Tensor] | None, whole: bool = True
+    ) -> None:
+        super().__init__()
+        setattr(self, WRAPPED, model)
+        self.structure = structure
+        self.loss = [loss]  # in a list, so that a loss that is a module is not registered
+        self.seen = _Seen()
+        self.running: list[bool] = []  # not empty while the forward runs
+        self.whole = whole  # a layer alone has no loss
+
+    def forward(self, *flat: Tensor) -> list[Tensor]:
+        self.running.append(True)
+        try:
+            return self._run(list(flat))
+        finally:
+            self.running.clear()
+
+    def _run(self, flat: list[Tensor]) -> list[Tensor]:
+        args, kwargs = self.structure.unflatten(flat)
+        out = getattr(self, WRAPPED)(*args, **kwargs)
+        found: list[Tensor] = []
+        self.structure.output = scan(out, found, self._drop)
+        loss = self._loss_of(out, self.structure.output, found) if self.whole else None
+        self.seen.loss = loss is not None
+        return [*found, loss] if loss is not None else found
+
+    def _drop(self, value: Any) -> None:
+        self.seen.dropped.add(type(value).__name__)
+
+    def _loss_of(self, out: Any, node: Node, found: list[Tensor]) -> Tensor | None:
+        given = self.loss[0]
+        loss = given(out) if given else out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+        if loss is None and node.kind == "tensor" and found[0].ndim == 0 and found[0].is_floating_point():
+            return found[0]
+        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+            return loss.reshape(())
+        if given is None:
+            return None
+        what = f"{tuple(loss.shape)} {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise AutoparError("loss-not-scalar", f"loss: got {what}, not one float", "let loss(output) return a scalar float tensor")
+
+
+def export(
+    model: nn.Module,
+    structure: Structure,
+    flat: list[Tensor],
+    loss: Callable[[Any], Tensor] | None,
+    train: bool,
+    once: bool = True,
+) -> Exported:
+    """The functional graph of the model on ``flat``, and of its loss.
+
+    ``once``: layers of one kind are traced once where that is safe, and further ones are nodes with a body.
+    Raises AutoparError ``data-dependent-control-flow``, ``input-mutation``, ``trace-failed``.
+    """
+    notes: list[str] = []
+    checkpoints: list[str] = []
+    with prepared(model, train, notes, checkpoints), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exported = _export_once(model, structure, flat, loss) if once else None
+        if exported is None:
+            exported = _export(model, _Flat(model, structure, loss), flat, params_of(model))
+    exported.notes += notes
+    if checkpoints:
+        _say_checkpoints(checkpoints, exported.notes)
+    return exported
+
+
+def _export_once(
+    model: nn.Module, structure: Structure, flat: list[Tensor], loss: Callable[[Any], Tensor] | None
+) -> Exported | None:
+    """The graph in which each kind of layer was traced once; None where that is not safe."""
+    params = params_of(model)
+    for hide in (True, False):
+        wrapper = _Flat(model, structure, loss)
+        try:
+            with intercepted(model, hide, wrapper.running) as calls:
+                if not calls.kinds:
+                    return None
+                exported = _export(model, wrapper, flat, params)
+            exported.bodies = bodies_of(model, calls, _body)
+            return exported
+        except (Unsafe, AutoparError):
+            continue
+    return None
+
+
+def _body(layer: nn.Module, structure: Structure, flat: list[Tensor]) -> Exported:
+    try:
+        exported = _export(layer, _Flat(layer, structure, None, whole=False), flat, params_of(layer))
+    except AutoparError as error:
+        raise Unsafe(str(error)) from error
+    if any(kind == "buffer" for kind, _ in exported.outputs):
+        raise Unsafe("the layer writes into a buffer")
+    return exported
+
+
+def _export(traced: nn.Module, wrapper: "_Flat", flat: list[Tensor], params: Named) -> Exported:
+    wrapper.training = traced.training
+    try:
+        program = torch.export.export(wrapper, tuple(flat), strict=False)
+        _inline_no_grad(program.graph_module)
+        program = program.run_decompositions({})
+    except (AutoparError, Unsafe):
+        raise
+    except Exception as error:
+        if any(isinstance(e, Unsafe) for e in places.chain(error)):
+            raise Unsafe(str(error)) from error
+        raise places.explain(error, traced) from error
+    dropped = sorted(wrapper.seen.dropped)
+    notes = [f"the output's {name} holds no plain value and is None in the parallel model" for name in dropped]
+    return _named(program, params, wrapper.structure, wrapper.seen.loss, notes)
+
+
+def _say_checkpoints(found: list[str], notes: list[str]) -> None:
+    text = f"activation checkpointing inside the model ({', '.join(sorted(set(found)))}) does not survive the trace"
+    notes.append(text)
+    warnings.warn(f"{text}; use the pass recompute instead", AutoparWarning, stacklevel=4)
+
+
+def _inline_no_grad(module: fx.GraphModule) -> None:
+    """Regions under ``torch.no_grad`` become plain nodes whose results are detached; decomposition would forget them."""
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or node.target is not wrap_with_set_grad_enabled:
+            continue
+        enabled, inner = node.args[0], getattr(module, node.args[1].target)
+        _inline_no_grad(inner)
+        results = _copy_before(node, inner.graph, node.args[2:])
+        for user in list(node.users):
+            value = results[user.args[1]]
+            if not enabled and isinstance(value.meta.get("val"), Tensor) and value.meta["val"].is_floating_point():
+                with module.graph.inserting_before(node):
+                    value = _detach(module.graph, value)
+            user.replace_all_uses_with(value)
+            module.graph.erase_node(user)
+        module.graph.erase_node(node)
+    module.recompile()
+
+
+def _copy_before(node: fx.Node, inner: fx.Graph, args: Any) -> list[fx.Node]:
+    env = dict(zip((n for n in inner.nodes if n.op == "placeholder"), args))
+    for old in inner.nodes:
+        if old.op == "call_function":
+            with node.graph.inserting_before(node):
+                env[old] = node.graph.node_copy(old, lambda n: env[n])
+        elif old.op == "output":
+            return [env[n] for n in old.args[0]]
+        elif old.op != "placeholder":
+            raise AutoparError("unsupported-op", f"{places.module_of(node)}: {old.op} under torch.no_grad", "move it out")
+    return []
+
+
+def _detach(graph: fx.Graph, value: fx.Node) -> fx.Node:
+    out = graph.call_function(torch.ops.aten.detach.default, (value,))
+    out.meta = dict(value.meta)
+    return out
+
+
+def _named(program: ExportedProgram, named: Named, structure: Structure, has_loss: bool, notes: list[str]) -> Exported:
+    """Placeholders by their original names; outputs by what they are."""
+    params, first = dict(named[0]), named[1]
+    constants: dict[str, Tensor] = {}
+    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    position = 0
+    for spec in program.graph_signature.input_specs:
+        node = nodes[getattr(spec.arg, "name", "")]
+        if spec.kind is InputKind.USER_INPUT:
+            node.meta["input"] = position
+            position += 1
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            node.meta["param"] = first[strip(spec.target)]
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            _constant(node, strip(spec.target), program.constants[spec.target or ""], params, constants)
+        else:
+            raise AutoparError("trace-failed", f"input {spec}: {spec.kind} cannot be traced", "pass tensors")
+    return Exported(program.graph, params, constants, _outputs(program, first, has_loss), structure, notes)
+
+
+def _constant(node: fx.Node, name: str, value: Any, params: dict[str, Param], constants: dict[str, Tensor]) -> None:
+    if not isinstance(value, Tensor):
+        raise AutoparError("trace-failed", f"{name}: a {type(value).__name__} cannot be traced", "use tensors")
+    node.meta["param"] = name
+    value = value.detach()
+    params[name] = Param(name, Spec(tuple(value.shape), value.dtype), "constant", False, False)
+    constants[name] = value
+
+
+def _outputs(program: ExportedProgram, first: dict[str, str], has_loss: bool) -> list[tuple[str, str]]:
+    out: list[tuple[str, str]] = []
+    for spec in program.graph_signature.output_specs:
+        if spec.kind is OutputKind.USER_OUTPUT:
+            out.append(("user", ""))
+        elif spec.kind is OutputKind.BUFFER_MUTATION:
+            out.append(("buffer", first[strip(spec.target)]))
+        else:
+            raise AutoparError(
+                "input-mutation",
+                f"{spec.target}: the forward writes into one of its inputs, parameters or constants",
+                "clone the tensor before the in-place operation, or register it as a buffer",
+            )
+    if has_loss:
+        last = max(i for i, (kind, _) in enumerate(out) if kind == "user")
+        out[last] = ("loss", "")
+    return out
+
+
+def strip(path: str | None) -> str:
+    """A path in the wrapper as a path in the user's model."""
+    path = path or ""
+    return path.removeprefix(f"{WRAPPED}.") if path != WRAPPED else ""
+
+
+def params_of(model: nn.Module) -> Named:
+    """Parameters and buffers by first name, and each name's first name."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        names.setdefault(id(tensor), []).append(name)
+        tensors[name] = tensor
+    hidden = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+    params = {}
+    for main, *tied in names.values():
+        value = tensors[main]
+        spec = Spec(tuple(value.shape), value.dtype)
+        kind = "parameter" if isinstance(value, nn.Parameter) else "buffer"
+        params[main] = Param(main, spec, kind, value.requires_grad, main not in hidden, tuple(tied))
+    return params, {n: group[0] for group in names.values() for n in group}

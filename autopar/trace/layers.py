@@ -1,0 +1,117 @@
+"""Which elements of a model's lists of modules would be traced alike, and which of their numbers a trace looks at."""
+
+import types
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Attribute = tuple[str, str]  # path of the module in the element, name
+
+
+def repeated(model: nn.Module) -> dict[str, Hashable]:
+    """Path -> kind of each element of an outermost list in which at least three elements are of one kind."""
+    found: dict[str, Hashable] = {}
+
+    def visit(module: nn.Module, path: str) -> None:
+        kinds: dict[str, Hashable] = {}
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) >= 3:
+            kinds = {f"{path}{name}": kind_of(child) for name, child in module.named_children()}
+        counts = [list(kinds.values()).count(k) for k in kinds.values()]
+        if any(c >= 3 for c in counts):
+            found.update((p, k) for (p, k), c in zip(kinds.items(), counts) if c >= 3)
+            return
+        for name, child in module.named_children():
+            visit(child, f"{path}{name}.")
+
+    visit(model, "")
+    return found
+
+
+def kind_of(element: nn.Module) -> Hashable:
+    """What must agree for two elements to be traced alike: everything but tensors' values and plain numbers."""
+    rows: list[Hashable] = []
+    for path, module in element.named_modules(remove_duplicate=False):
+        tensors = [*module._parameters.items(), *module._buffers.items()]
+        looks = tuple((n, None if t is None else _look(t)) for n, t in tensors)
+        attributes = tuple(sorted((n, _frozen(v)) for n, v in plain_attributes(module)))
+        rows.append((path, type(module), looks, attributes))
+    return tuple(rows)
+
+
+def _look(t: Tensor) -> Hashable:
+    return (type(t), tuple(t.shape), tuple(t.stride()), t.dtype, t.device, t.requires_grad)
+
+
+def plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """A module's own attributes, its tensors and submodules excepted."""
+    for name, value in module.__dict__.items():
+        if name not in ("_parameters", "_buffers", "_modules"):
+            yield name, value
+
+
+def is_number(value: Any) -> bool:
+    """Whether an attribute may differ between elements of one kind, as long as nobody reads it."""
+    return type(value) in (int, float)
+
+
+def _frozen(value: Any) -> Hashable:
+    """Equal for equal plain data; identity for the rest; any number for numbers."""
+    if is_number(value):
+        return type(value).__name__
+    return _exact(value, 4)
+
+
+def _exact(value: Any, depth: int) -> Hashable:
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)):
+        return (type(value).__name__, value)
+    if isinstance(value, (list, tuple)) and depth:
+        return (type(value).__name__, tuple(_exact(v, depth - 1) for v in value))
+    if isinstance(value, dict) and depth:
+        return (type(value).__name__, tuple((_exact(k, depth - 1), _exact(v, depth - 1)) for k, v in value.items()))
+    if isinstance(value, (set, frozenset)) and depth:
+        return (type(value).__name__, frozenset(_exact(v, depth - 1) for v in value))
+    if isinstance(value, types.MethodType):
+        return ("method", value.__func__, id(value.__self__))
+    return ("object", id(value))
+
+
+def numbers(element: nn.Module) -> dict[Attribute, Any]:
+    """Every plain number of the element's modules."""
+    return {
+        (path, name): value
+        for path, module in element.named_modules(remove_duplicate=False)
+        for name, value in plain_attributes(module)
+        if is_number(value)
+    }
+
+
+@contextmanager
+def recording(element: nn.Module, watched: set[Attribute]) -> Iterator[set[Attribute]]:
+    """Yields the set of those ``watched`` attributes that are looked at while the context lasts.
+
+    The attributes are taken out of the modules, so that looking one up ends in ``nn.Module.__getattr__``.
+    """
+    read: set[Attribute] = set()
+    hidden: dict[tuple[int, str], tuple[Attribute, Any]] = {}
+    modules = dict(element.named_modules(remove_duplicate=False))
+    ordinary = nn.Module.__getattr__
+
+    def getattr_(self: nn.Module, name: str) -> Any:
+        entry = hidden.get((id(self), name))
+        if entry is None:
+            return ordinary(self, name)
+        read.add(entry[0])
+        return entry[1]
+
+    try:
+        nn.Module.__getattr__ = getattr_  # type: ignore[method-assign]
+        for path, name in watched:
+            hidden[id(modules[path]), name] = ((path, name), modules[path].__dict__.pop(name))
+        yield read
+    finally:
+        nn.Module.__getattr__ = ordinary  # type: ignore[method-assign]
+        for (path, name), value in hidden.values():
+            modules[path].__dict__[name] = value

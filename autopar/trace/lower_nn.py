@@ -1,0 +1,264 @@
+"""Normal forms of attention, dropout, embeddings and losses."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from autopar.errors import AutoparError
+from autopar.ir import ops
+from autopar.ir.program import Spec
+from autopar.trace.builder import Builder, aten, dtype, lowering, positive, shape
+
+
+
+@lowering(aten.dropout.default)
+def dropout(b: Builder, x: fx.Node, p: float, train: bool) -> fx.Node:
+    if not train or p == 0:
+        return x
+    return b.emit(ops.dropout, x, float(p), b.key(), spec=x.meta["spec"])
+
+
+@lowering(aten.native_dropout.default)
+def native_dropout(b: Builder, x: fx.Node, p: float, train: bool | None) -> tuple[fx.Node, None]:
+    return dropout(b, x, p, train is not False), None
+
+
+@lowering(aten.feature_dropout.default)
+def feature_dropout(b: Builder, x: fx.Node, p: float, train: bool) -> fx.Node:
+    """Whole channels at once: a dropped-out mask of ones, multiplied in."""
+    if not train or p == 0:
+        return x
+    ones = b.full((*shape(x)[:2], *(1 for _ in shape(x)[2:])), 1, dtype(x))
+    return b.emit(aten.mul.Tensor, x, dropout(b, ones, p, train))
+
+
+@lowering(aten.embedding.default)
+def embedding(b: Builder, w: fx.Node, ids: fx.Node, padding: int = -1, by_freq: bool = False, sparse: bool = False) -> Any:
+    if by_freq or sparse:
+        where = b.like.meta["module"] if b.like is not None else ""
+        raise AutoparError("unsupported-op", f"{where}: embedding with scale_grad_by_freq or sparse", "switch both off")
+    return b.emit(aten.embedding.default, w, ids, padding) if padding >= 0 else b.emit(aten.embedding.default, w, ids)
+
+
+@lowering(aten.scaled_dot_product_attention.default)
+def attention(
+    b: Builder,
+    q: fx.Node,
+    k: fx.Node,
+    v: fx.Node,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> fx.Node:
+    """One canonical op; K and V that were repeated for groups of queries are taken before the repetition."""
+    grouped = None if enable_gqa else _unrepeated(b, k, v)
+    if grouped is not None:
+        (k, v), enable_gqa = grouped, True
+    enable_gqa = enable_gqa and shape(q)[-3] != shape(k)[-3]
+    key = b.key() if dropout_p > 0 else 0
+    spec = Spec((*shape(q)[:-1], shape(v)[-1]), dtype(q))
+    return b.emit(
+        ops.attention, q, k, v, attn_mask, float(dropout_p), bool(is_causal), scale, enable_gqa, key, spec=spec
+    )
+
+
+def _unrepeated(b: Builder, k: fx.Node, v: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """K and V before each head was repeated, if both were, equally often."""
+    found = [_repeated(x) for x in (k, v)]
+    if found[0] is None or found[1] is None or found[0][1] != found[1][1]:
+        return None
+    (k0, _), (v0, _) = found[0], found[1]
+    return b.reshape(k0, _without_repeat(k0)), b.reshape(v0, _without_repeat(v0))
+
+
+def _without_repeat(x: fx.Node) -> tuple[int, ...]:
+    return (*shape(x)[:-3], *shape(x)[-2:])
+
+
+def _repeated(x: fx.Node) -> tuple[fx.Node, int] | None:
+    """([..., H, 1, S, D], r) where ``x`` is reshape(expand(that, [..., H, r, S, D]), [..., H r, S, D])."""
+    if x.target is not aten.reshape.default:
+        return None
+    wide = x.args[0]
+    if not isinstance(wide, fx.Node) or wide.target is not aten.expand.default:
+        return None
+    narrow = wide.args[0]
+    assert isinstance(narrow, fx.Node)
+    before, after = shape(narrow), shape(wide)
+    if len(before) != len(after) or len(after) != len(shape(x)) + 1 or len(after) < 4:
+        return None
+    repeats = after[-3]
+    ok = before == (*after[:-3], 1, *after[-2:]) and shape(x) == (*after[:-4], after[-4] * repeats, *after[-2:])
+    return (narrow, repeats) if ok and repeats > 1 else None
+
+
+def _classes_last(b: Builder, x: fx.Node) -> fx.Node:
+    """[C], [N, C] or [N, C, ...] with the classes as the last dim."""
+    n = len(shape(x))
+    return b.permute(x, [0, *range(2, n), 1]) if n > 2 else x
+
+
+def _reduced(b: Builder, loss: fx.Node, target: fx.Node, reduction: int, ignore_index: int) -> fx.Node:
+    """Token losses to their mean over the targets that count, their sum, or as they are. Half precision adds up in float32."""
+    if reduction == 0:
+        return loss
+    every = list(range(len(shape(loss))))
+    kind = dtype(loss)
+    wide = b.cast(loss, torch.promote_types(kind, torch.float32))
+    added = b.emit(aten.sum.dim_IntList, wide, every, False) if every else wide
+    if reduction == 1:
+        counts = b.cast(b.emit(aten.ne.Scalar, target, ignore_index), dtype(wide))
+        count = b.emit(aten.sum.dim_IntList, counts, every, False) if every else counts
+        added = b.emit(aten.div.Tensor, added, count)
+    return b.cast(added, kind)
+
+
+@lowering(aten.cross_entropy_loss.default)
+def cross_entropy(
+    b: Builder,
+    x: fx.Node,
+    target: fx.Node,
+    weight: Any = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Class indices: one ``token_loss`` and its reduction. Class weights, smoothing and probabilities: as torch composes them."""
+    if target.meta["spec"].is_float and shape(target) == shape(x):
+        return b.inline(_soft_targets, x, target, weight, reduction, label_smoothing)
+    if weight is not None or label_smoothing:
+        return b.inline(_weighted, x, target, weight, reduction, ignore_index, label_smoothing)
+    loss = b.emit(ops.token_loss, _classes_last(b, x), target, ignore_index, spec=Spec(shape(target), dtype(x)))
+    return _reduced(b, loss, target, reduction, ignore_index)
+
+
+def _soft_targets(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, smoothing: float) -> Tensor:
+    """``cross_entropy_loss_prob_target`` of ATen/native/LossNLL.cpp."""
+    dim = 0 if x.ndim == 1 else 1
+    classes = x.shape[dim]
+    if smoothing:
+        target = target * (1 - smoothing) + smoothing / classes
+    scores = F.log_softmax(x, dim) * target
+    if weight is not None:
+        scores = scores * weight.reshape([-1 if d == dim else 1 for d in range(x.ndim)])
+    loss = -scores.sum(dim)
+    n = x.numel() // classes
+    return loss if reduction == 0 else loss.sum() / n if reduction == 1 else loss.sum()
+
+
+def _weighted(
+    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, smoothing: float
+) -> Tensor:
+    """``cross_entropy_loss_label_smoothing`` of ATen/native/LossNLL.cpp."""
+    x = x.movedim(1, -1) if x.ndim > 2 else x
+    logp = F.log_softmax(x, -1)
+    seen = target != ignore_index
+    index = torch.where(seen, target, 0)
+    picked = logp.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    w = torch.where(seen, weight[index] if weight is not None else 1.0, 0.0).to(x.dtype)
+    nll = -picked * w
+    total = w.sum() if reduction == 1 else None
+    nll = nll if reduction == 0 else nll.sum() if reduction == 2 else nll.sum() / total
+    if not smoothing:
+        return nll
+    scores = logp if weight is None else logp * weight
+    smooth = torch.where(seen, -scores.sum(-1), 0.0)
+    smooth = smooth if reduction == 0 else smooth.sum() if reduction == 2 else smooth.sum() / total
+    return (1 - smoothing) * nll + smooth * (smoothing / x.shape[-1])
+
+
+@lowering(aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default)
+def nll_loss(
+    b: Builder, x: fx.Node, target: fx.Node, weight: Any = None, reduction: int = 1, ignore_index: int = -100
+) -> Any:
+    """Of a log_softmax: cross entropy of its input. Of other log-probabilities: a gather."""
+    dim = positive(1, len(shape(x))) if len(shape(x)) > 1 else 0
+    if x.target is aten.log_softmax.int and x.args[1] == dim:
+        return cross_entropy(b, x.args[0], target, weight, reduction, ignore_index)  # type: ignore[arg-type]
+    return b.inline(_nll, x, target, weight, reduction, ignore_index)
+
+
+@lowering(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+def nll_loss_forward(b: Builder, x: fx.Node, target: fx.Node, weight: Any, reduction: int, ignore_index: int) -> Any:
+    return nll_loss(b, x, target, weight, reduction, ignore_index), None
+
+
+def _nll(logp: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int) -> Tensor:
+    logp = logp.movedim(1, -1) if logp.ndim > 2 else logp
+    seen = target != ignore_index
+    index = torch.where(seen, target, 0)
+    w = torch.where(seen, weight[index] if weight is not None else 1.0, 0.0).to(logp.dtype)
+    loss = -logp.gather(-1, index.unsqueeze(-1)).squeeze(-1) * w
+    return loss if reduction == 0 else loss.sum() if reduction == 2 else loss.sum() / w.sum()
+
+
+def _finish(loss: Tensor, reduction: int) -> Tensor:
+    return loss if reduction == 0 else loss.mean() if reduction == 1 else loss.sum()
+
+
+def _mse(x: Tensor, y: Tensor, reduction: int) -> Tensor:
+    return _finish((x - y).pow(2), reduction)
+
+
+def _l1(x: Tensor, y: Tensor, reduction: int) -> Tensor:
+    return _finish((x - y).abs(), reduction)
+
+
+def _smooth_l1(x: Tensor, y: Tensor, reduction: int, beta: float) -> Tensor:
+    if beta == 0:
+        return _l1(x, y, reduction)
+    d = (x - y).abs()
+    return _finish(torch.where(d < beta, 0.5 * d.pow(2) / beta, d - 0.5 * beta), reduction)
+
+
+def _huber(x: Tensor, y: Tensor, reduction: int, delta: float) -> Tensor:
+    d = (x - y).abs()
+    return _finish(torch.where(d <= delta, 0.5 * d.pow(2), delta * (d - 0.5 * delta)), reduction)
+
+
+def _bce(x: Tensor, y: Tensor, weight: Tensor | None, reduction: int) -> Tensor:
+    loss = (y - 1) * torch.log1p(-x).clamp_min(-100) - y * torch.log(x).clamp_min(-100)
+    return _finish(loss if weight is None else loss * weight, reduction)
+
+
+def _bce_logits(x: Tensor, y: Tensor, weight: Tensor | None, positive: Tensor | None, reduction: int) -> Tensor:
+    soft = F.softplus(-x)
+    loss = (1 - y) * x + (soft if positive is None else (1 + (positive - 1) * y) * soft)
+    return _finish(loss if weight is None else loss * weight, reduction)
+
+
+@lowering(aten.mse_loss.default)
+def mse_loss(b: Builder, x: fx.Node, y: fx.Node, reduction: int = 1) -> Any:
+    return b.inline(_mse, x, y, reduction)
+
+
+@lowering(aten.l1_loss.default)
+def l1_loss(b: Builder, x: fx.Node, y: fx.Node, reduction: int = 1) -> Any:
+    return b.inline(_l1, x, y, reduction)
+
+
+@lowering(aten.smooth_l1_loss.default)
+def smooth_l1_loss(b: Builder, x: fx.Node, y: fx.Node, reduction: int = 1, beta: float = 1.0) -> Any:
+    return b.inline(_smooth_l1, x, y, reduction, beta)
+
+
+@lowering(aten.huber_loss.default)
+def huber_loss(b: Builder, x: fx.Node, y: fx.Node, reduction: int = 1, delta: float = 1.0) -> Any:
+    return b.inline(_huber, x, y, reduction, delta)
+
+
+@lowering(aten.binary_cross_entropy.default)
+def bce(b: Builder, x: fx.Node, y: fx.Node, weight: Any = None, reduction: int = 1) -> Any:
+    return b.inline(_bce, x, y, weight, reduction)
+
+
+@lowering(aten.binary_cross_entropy_with_logits.default)
+def bce_logits(b: Builder, x: fx.Node, y: fx.Node, weight: Any = None, positive: Any = None, reduction: int = 1) -> Any:
+    return b.inline(_bce_logits, x, y, weight, positive, reduction)
+
+

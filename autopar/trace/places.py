@@ -1,0 +1,98 @@
+"""Where a node or a failure comes from, in the user's words."""
+
+import linecache
+import os
+import re
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar.errors import AutoparError
+
+FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.*)')
+OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+
+
+def is_user(path: str) -> bool:
+    """Whether a file is the user's or a model library's: neither torch's nor the compiler's own."""
+    return not path.startswith((TORCH + os.sep, OURS + os.sep, "<"))
+
+
+def module_of(node: fx.Node) -> str:
+    """Path of the innermost module that was running, without call counts; "" for the model itself."""
+    return re.sub(r"@\d+", "", call_of(node))
+
+
+def call_of(node: fx.Node) -> str:
+    """Path of the innermost module call: as ``module_of``, with ``@n`` on the n-th further call of one module."""
+    stack = node.meta.get("nn_module_stack") or {}
+    last = list(stack.values())[-1][0] if stack else ""
+    return str(last).partition(".")[2]
+
+
+def source_of(node: fx.Node) -> str:
+    """``"file.py:41 in forward: code"`` of the innermost line of user code; "" where unknown."""
+    frames = FRAME.findall(node.meta.get("stack_trace") or "")
+    for path, line, function, code in reversed(frames):
+        if is_user(path):
+            return f"{os.path.basename(path)}:{line} in {function}: {code.strip()}"
+    return ""
+
+
+def explain(error: BaseException, model: nn.Module) -> AutoparError:
+    """The refusal that a failure during the trace amounts to, with the module and the user's line."""
+    frame, line = _user_frame(error)
+    where = _where(frame, line, model) if frame else "the model"
+    if _is_data_dependent(error):
+        return AutoparError(
+            "data-dependent-control-flow",
+            f"{where}: the path taken depends on a tensor's values",
+            "choose with torch.where, or torch.cond for whole branches; or compute the flag outside and pass it as a bool",
+        )
+    text = str(error).strip().splitlines() or [""]
+    return AutoparError(
+        "trace-failed", f"{where}: {type(error).__name__}: {text[0]}", "make this line traceable by torch.export(strict=False)"
+    )
+
+
+def chain(error: BaseException | None) -> list[BaseException]:
+    """The error, and what it was raised from."""
+    out: list[BaseException] = []
+    while error is not None and error not in out:
+        out.append(error)
+        error = error.__cause__ or error.__context__
+    return out
+
+
+def _is_data_dependent(error: BaseException) -> bool:
+    kinds = ("DataDependent", "GuardOnDataDependentSymNode", "DynamicOutputShape", "PendingUnbackedSymbolNotFound")
+    for e in chain(error):
+        if any(k in type(e).__name__ for k in kinds) or "data-dependent" in str(e).lower():
+            return True
+    return False
+
+
+def _user_frame(error: BaseException) -> tuple[FrameType | None, int]:
+    """The innermost frame of user code in the deepest cause that has one."""
+    for e in reversed(chain(error)):
+        found: tuple[FrameType | None, int] = (None, 0)
+        trace: TracebackType | None = e.__traceback__
+        while trace is not None:
+            if is_user(trace.tb_frame.f_code.co_filename) and "self" in trace.tb_frame.f_locals:
+                found = (trace.tb_frame, trace.tb_lineno)
+            trace = trace.tb_next
+        if found[0] is not None:
+            return found
+    return None, 0
+
+
+def _where(frame: FrameType, line: int, model: nn.Module) -> str:
+    owner: Any = frame.f_locals["self"]
+    path = next((n for n, m in model.named_modules() if m is owner), "")
+    file = frame.f_code.co_filename
+    code = linecache.getline(file, line).strip()
+    name = f"{type(owner).__name__}.{frame.f_code.co_name}"
+    return f"{path or 'the model'} / {name}: {os.path.basename(file)}:{line}: {code}"

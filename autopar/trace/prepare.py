@@ -1,0 +1,92 @@
+"""The state a model is put into while it is traced, and out of again."""
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as checkpointing
+from torch import nn
+
+
+@contextmanager
+def prepared(model: nn.Module, train: bool, notes: list[str], checkpoints: list[str]) -> Iterator[None]:
+    """Trace-time state: mode, no caches, no checkpointing, no fused eval paths. Everything is restored on leaving.
+
+    Appends to ``notes`` what was switched off, and to ``checkpoints`` the functions found under checkpointing.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_mode(model, train))
+        stack.enter_context(_no_cache(model, notes))
+        stack.enter_context(_no_checkpoint(checkpoints))
+        stack.enter_context(_no_fastpath())
+        yield
+
+
+@contextmanager
+def _mode(model: nn.Module, train: bool) -> Iterator[None]:
+    """Train or eval mode. A tree that is already in the wanted mode keeps what its user set apart (a frozen norm)."""
+    flags = [(m, m.training) for m in model.modules()]
+    try:
+        if model.training != train:
+            model.train(train)
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+
+
+@contextmanager
+def _no_cache(model: nn.Module, notes: list[str]) -> Iterator[None]:
+    """``use_cache`` off in every config of the tree: a cache is no tensor and of no use to a forward in training."""
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    changed = [c for c in configs.values() if getattr(c, "use_cache", None)]
+    try:
+        for config in changed:
+            config.use_cache = False
+        if changed:
+            notes.append("use_cache was on and is off in the parallel model")
+        yield
+    finally:
+        for config in changed:
+            config.use_cache = True
+
+
+@contextmanager
+def _no_checkpoint(found: list[str]) -> Iterator[None]:
+    """Checkpointed functions run plainly: export drops the recomputation, and the reentrant kind even the gradients."""
+
+    def say(function: Callable[..., Any]) -> None:
+        owner = getattr(function, "__self__", function)
+        found.append(type(owner).__name__ if isinstance(owner, nn.Module) else getattr(owner, "__name__", str(owner)))
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+            say(function)
+            return function(*args)
+
+    def generator(function: Callable[..., Any], *_args: Any, **_kwargs: Any) -> Generator[None, None, None]:
+        say(function)
+        yield
+
+    names = {"CheckpointFunction": Reentrant, "_checkpoint_without_reentrant_generator": generator}
+    saved = {name: getattr(checkpointing, name) for name in names}
+    try:
+        for name, value in names.items():
+            setattr(checkpointing, name, value)
+        yield
+    finally:
+        for name, value in saved.items():
+            setattr(checkpointing, name, value)
+
+
+@contextmanager
+def _no_fastpath() -> Iterator[None]:
+    """The fused eval kernels of ``nn.TransformerEncoderLayer`` off: the written-out path has rules."""
+    saved = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(saved)

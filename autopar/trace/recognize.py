@@ -1,0 +1,94 @@
+"""Attention masks that depend on no input: causal ones become ``is_causal``, full ones go."""
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir import ops
+from autopar.ir.program import Spec
+from autopar.trace.affine import Affine, conditions, element, negation, shape_of
+
+aten = torch.ops.aten
+CAUSAL = Affine(((-2, 1), (-1, -1)), 0)  # query index - key index >= 0
+
+
+def recognize_masks(graph: fx.Graph) -> None:
+    """Every attention whose mask is causal or full says so, and takes no mask."""
+    for node in graph.find_nodes(op="call_function", target=ops.attention):
+        q, k, v, mask, dropout, is_causal, *rest = node.args
+        if mask is None or is_causal:
+            continue
+        kind = mask_kind(mask)
+        if kind == "full" or (kind == "causal" and shape_of(q)[-2] == shape_of(k)[-2]):
+            node.args = (q, k, v, None, dropout, kind == "causal", *rest)
+
+
+def mask_kind(mask: fx.Node) -> str:
+    """"causal", "full" or "" (anything else)."""
+    seen, shown = seen_where(mask)
+    size = shape_of(mask)
+    if seen is None or len(size) < 2:
+        return ""
+    left = {c for c in seen if c.lowest(size) < 0}
+    kind = "full" if not left else "causal" if left == {CAUSAL} else ""
+    return kind if kind and _confirmed(mask, size, kind, shown) else ""
+
+
+def seen_where(mask: fx.Node) -> tuple[list[Affine] | None, Any]:
+    """When an entry of the mask is seen (a conjunction), and the element that stands for "seen" (True, or 0.0 if added)."""
+    spec = mask.meta["spec"]
+    assert isinstance(spec, Spec)
+    if spec.dtype == torch.bool:
+        return conditions(mask), True
+    while mask.target in (aten.expand.default, aten._to_copy.default):
+        mask = mask.args[0]  # type: ignore[assignment]
+    if mask.target is aten.full.default:
+        return ([] if mask.args[1] == 0 else None), 0.0
+    return _added(mask), 0.0
+
+
+def _added(mask: fx.Node) -> list[Affine] | None:
+    """``where(seen, 0, lowest)``, ``where(hidden, lowest, 0)`` or ``masked_fill(0, hidden, lowest)``."""
+    if mask.target is aten.where.self:
+        test, yes, no = mask.args
+        if _is_zero(yes) and _hides(no, mask):
+            return conditions(test)
+        if _hides(yes, mask) and _is_zero(no):
+            return _opposite(conditions(test))
+    if mask.target is aten.masked_fill.Scalar and _is_zero(mask.args[0]) and _hides(mask.args[2], mask):
+        return _opposite(conditions(mask.args[1]))
+    return None
+
+
+def _opposite(hidden: list[Affine] | None) -> list[Affine] | None:
+    return [negation(hidden[0])] if hidden is not None and len(hidden) == 1 else None
+
+
+def _constant(value: Any) -> Any:
+    return value.args[1] if isinstance(value, fx.Node) and value.target is aten.full.default else value
+
+
+def _is_zero(value: Any) -> bool:
+    constant = _constant(value)
+    return isinstance(constant, (int, float)) and constant == 0
+
+
+def _hides(value: Any, mask: fx.Node) -> bool:
+    """Minus infinity, or the dtype's lowest: nothing is left of an entry by the softmax where another one is seen."""
+    constant = _constant(value)
+    lowest = torch.finfo(mask.meta["spec"].dtype).min  # type: ignore[union-attr]
+    return isinstance(constant, (int, float)) and (constant == -math.inf or constant <= lowest * 0.99)
+
+
+def _confirmed(mask: fx.Node, size: tuple[int, ...], kind: str, shown: Any) -> bool:
+    """Whether the ops themselves give what was recognized, on sampled rows: around the diagonal and at both ends."""
+    rows = sorted({0, 1, size[-2] // 3, size[-2] // 2, size[-2] - 2, size[-2] - 1} & set(range(size[-2])))
+    for q in rows:
+        columns = {0, 1, q - 1, q, q + 1, q // 2, (q + size[-1]) // 2, size[-1] - 1} & set(range(size[-1]))
+        for k in columns:
+            value = element(mask, (*(n - 1 for n in size[:-2]), q, k))
+            if (value == shown) != (kind == "full" or k <= q):
+                return False
+    return True

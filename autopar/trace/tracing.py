@@ -1,0 +1,161 @@
+"""From a model and one data rank's example to a Program."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopar.errors import AutoparError
+
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Form, Input, Output, Program, Spec
+from autopar.trace.blueprint import blueprint, mode_of
+from autopar.trace.export import Exported, export
+from autopar.trace.fold import fold
+from autopar.trace.gradients import mark_differentiable
+from autopar.trace.normalize import normalize
+from autopar.trace.simplify import simplify
+from autopar.trace.structure import Structure
+
+BatchDims = Mapping[str, int | None] | Sequence[int | None]
+
+
+@dataclass
+class Traced:
+    """A traced model: its program, how its inputs and outputs nest, and the values of its constants."""
+
+    program: Program
+    structure: Structure
+    constants: dict[str, Tensor]
+    notes: tuple[str, ...] = ()
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    mesh: Mesh,
+    rows: tuple[int, ...] | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    batch_dims: BatchDims | None = None,
+    train: bool = True,
+    once: bool = True,
+) -> Traced:
+    """The Program (Form TRACED) of ``model`` on the global batch. The model is left as it was.
+
+    Args:
+        args, kwargs: one data rank's example inputs; only shapes, dtypes and plain values matter.
+        rows: rows of each data rank; as many as the example's on every rank where None.
+        loss: from the model's output to a scalar; else the output's ``loss``, else a scalar output.
+        batch_dims: batch dim of each input by dotted name or in order; dim 0 of those as long as the first where None.
+        train: whether the graph is that of train mode.
+        once: trace layers of one kind once where that is safe; the program is the same.
+
+    Raises AutoparError ``input-structure``, ``batch-dims``, ``data-dependent-control-flow``, ``input-mutation``,
+    ``random-op``, ``loss-not-scalar``, ``trace-failed``, ``unsupported-op``.
+    """
+    structure, tensors = Structure.of(model, args, kwargs)
+    inputs, rows = global_inputs(structure, tensors, mesh, rows, batch_dims)
+    if any(p.is_meta for p in model.parameters()):
+        model = blueprint(model)
+    device = next((t.device for t in [*model.parameters(), *model.buffers(), *tensors]), torch.device("cpu"))
+    with mode_of(model) or nullcontext():
+        flat = [torch.zeros(i.spec.shape, dtype=i.spec.dtype, device=device) for i in inputs]
+    exported = export(model, structure, flat, loss, train, once)
+    return finish(exported, mesh, inputs, rows)
+
+
+def finish(exported: Exported, mesh: Mesh, inputs: tuple[Input, ...], rows: tuple[int, ...]) -> Traced:
+    """From the exported graph to the folded program."""
+    graph = normalize(exported)
+    params = {n: p for n, p in exported.params.items()}
+    for node in graph.find_nodes(op="placeholder"):
+        if "input" in node.meta:
+            node.meta["name"] = inputs[node.meta["input"]].name
+    mark_differentiable(graph, params)
+    simplify(graph)
+    mark_differentiable(graph, params)
+    outputs = _outputs(graph, exported, inputs, rows)
+    kept = {n.meta["param"] for n in graph.find_nodes(op="placeholder") if "param" in n.meta}
+    params = {n: p for n, p in params.items() if p.kind != "constant" or n in kept}
+    program = fold(Program(mesh, graph, {}, params, inputs, outputs, rows, Form.TRACED, tuple(exported.notes)))
+    constants = {n: v for n, v in exported.constants.items() if n in kept}
+    return Traced(program, exported.structure, constants, tuple(exported.notes))
+
+
+def global_inputs(
+    structure: Structure,
+    tensors: list[Tensor],
+    mesh: Mesh,
+    rows: tuple[int, ...] | None,
+    batch_dims: BatchDims | None,
+) -> tuple[tuple[Input, ...], tuple[int, ...]]:
+    """The inputs with the global batch in place of one data rank's, and the rows of each data rank."""
+    dims = _batch_dims(structure, tensors, batch_dims)
+    own = next((t.shape[d] for t, d in zip(tensors, dims) if d is not None), None)
+    if own is None:
+        return tuple(Input(n, Spec(tuple(t.shape), t.dtype), None) for n, t in zip(structure.names, tensors)), ()
+    rows = (own,) * mesh.data_size if rows is None else tuple(rows)
+    if len(rows) != mesh.data_size:
+        raise AutoparError("batch-dims", f"rows {rows}: {len(rows)} counts for {mesh.data_size} data ranks", "one count a rank")
+    inputs = []
+    for name, t, d in zip(structure.names, tensors, dims):
+        size = [sum(rows) if i == d else n for i, n in enumerate(t.shape)]
+        inputs.append(Input(name, Spec(tuple(size), t.dtype), d))
+    return tuple(inputs), rows
+
+
+def _batch_dims(structure: Structure, tensors: list[Tensor], given: BatchDims | None) -> list[int | None]:
+    if given is None:
+        first = next((t.shape[0] for t in tensors if t.ndim), None)
+        return [0 if t.ndim and t.shape[0] == first else None for t in tensors]
+    if isinstance(given, Mapping):
+        unknown = sorted(set(given) - set(structure.names))
+        if unknown:
+            raise AutoparError("batch-dims", f"batch_dims: no input is named {', '.join(unknown)}", f"names: {', '.join(structure.names)}")
+        default = _batch_dims(structure, tensors, None)
+        dims = [given.get(n, d) for n, d in zip(structure.names, default)]
+    else:
+        dims = list(given)
+    if len(dims) != len(tensors):
+        raise AutoparError("batch-dims", f"batch_dims: {len(dims)} for {len(tensors)} inputs", f"in order: {', '.join(structure.names)}")
+    for name, t, d in zip(structure.names, tensors, dims):
+        if d is not None and not 0 <= d < t.ndim:
+            raise AutoparError("batch-dims", f"{name}: batch dim {d} of {t.ndim} dims", f"give a dim in 0..{t.ndim - 1}, or None")
+    lengths = {n: t.shape[d] for n, t, d in zip(structure.names, tensors, dims) if d is not None}
+    if len(set(lengths.values())) > 1:
+        raise AutoparError("batch-dims", f"batch dims of different length: {lengths}", "give every batched input as many rows")
+    return dims
+
+
+def _outputs(graph: fx.Graph, exported: Exported, inputs: tuple[Input, ...], rows: tuple[int, ...]) -> tuple[Output, ...]:
+    """What each result is; results in the order user, loss, buffer."""
+    end = graph.output_node()
+    order = sorted(range(len(exported.outputs)), key=lambda i: ("user", "loss", "buffer").index(exported.outputs[i][0]))
+    nodes = [end.args[0][i] for i in order]  # type: ignore[index]
+    end.args = (tuple(nodes),)
+    batched = _depends_on_batch(graph, inputs)
+    out = []
+    for i, node in zip(order, nodes):
+        kind, name = exported.outputs[i]
+        size = node.meta["spec"].shape
+        has = kind == "user" and bool(rows) and node in batched and bool(size) and size[0] == sum(rows)
+        out.append(Output(kind, name, 0 if has else None))
+    return tuple(out)
+
+
+def _depends_on_batch(graph: fx.Graph, inputs: tuple[Input, ...]) -> set[fx.Node]:
+    found = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if "input" in node.meta and inputs[node.meta["input"]].batch_dim is not None:
+                found.add(node)
+        elif any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+

@@ -1,0 +1,105 @@
+"""Every layout follows from the rules: the same rules that the solver chose from, applied to what the program says."""
+
+from torch import fx
+
+from autopar.ir import ops
+from autopar.ir.layout import I, P, R, Layout, Type
+from autopar.ir.program import Form, Program, tensor_args
+from autopar.rules.strategies import canonical, legal
+from autopar.solve.annotate import layout_of, layouts
+from autopar.solve.flow import block_outputs, is_op, placeholders
+from autopar.verify.structure import fault
+
+
+def check_layouts(program: Program, after: str = "") -> None:
+    """Recompute each node's types on each axis.
+
+    Raises AutoparError ``layout-mismatch`` where a reader gets another layout than it is computed for, or an op cannot make
+    its output from its inputs (a partial value that meets a nonlinear op, a missing or doubled conversion), and
+    ``output-layout`` where the program returns something that is not what its caller expects.
+    """
+    for name, graph in program.graphs():
+        for node in graph.nodes:
+            if is_op(node):
+                _check_op(program, graph, node, name, after)
+            elif node.op == "call_module" and program.form == Form.RESHARDED:
+                _check_call(program, node, after)
+    _check_outputs(program, after)
+
+
+def _check_op(program: Program, graph: fx.Graph, node: fx.Node, name: str, after: str) -> None:
+    wanted = node.meta.get("requires") or tuple(layout_of(a) for a in tensor_args(node))
+    if node.target is ops.convert:
+        x, axis, src, dst = node.args
+        have = layout_of(x)  # type: ignore[arg-type]
+        if not equal(have.get(axis), src, x) or have.having(axis, dst) != have.having(axis, layouts(node)[0].get(axis)):  # type: ignore[arg-type]
+            raise fault("layout-mismatch", graph, node, f"converts from {src}, but its input is {have.get(axis)}", name, after)  # type: ignore[arg-type]
+        if any(layouts(node)[0].get(a) != t for a, t in have.types if a != axis):
+            raise fault("layout-mismatch", graph, node, "changes another axis too", name, after)
+        return
+    for axis in annotated(program):
+        inputs = [w.get(axis) for w in wanted]
+        outputs = [lay.get(axis) for lay in layouts(node)]
+        if not legal(node, inputs, outputs):
+            types = f"({', '.join(map(str, inputs))}) -> ({', '.join(map(str, outputs))})"
+            raise fault("layout-mismatch", graph, node, f"on {axis}, {node.target} cannot take {types}", name, after)
+
+
+def equal(have: Type, want: Type, node: fx.Node) -> bool:
+    """Whether a value of type ``have`` serves a reader of ``want``: R and I are one where no gradient flows."""
+    diff = bool(node.meta.get("diff"))
+    return canonical(have, diff) == canonical(want, diff)
+
+
+def annotated(program: Program) -> list[str]:
+    """Axes that some pass has typed."""
+    found: dict[str, None] = {}
+    for _, graph in program.graphs():
+        for node in graph.nodes:
+            if "layout" in node.meta:
+                for layout in layouts(node):
+                    found.update(dict.fromkeys(a for a, _ in layout.types))
+    return list(found)
+
+
+def _check_call(program: Program, node: fx.Node, after: str) -> None:
+    block = program.blocks[str(node.target)]
+    for arg, want in zip(node.args, placeholders(block.graph), strict=True):
+        _same(program.graph, node, layout_of(arg), layout_of(want), arg, after)  # type: ignore[arg-type]
+    for made, inner in zip(layouts(node), block_outputs(block.graph), strict=True):
+        _same(program.graph, node, made, layout_of(inner), inner, after)
+
+
+def _same(graph: fx.Graph, node: fx.Node, have: Layout, want: Layout, value: fx.Node, after: str) -> None:
+    for axis, kind in want.types:
+        if not equal(have.get(axis), kind, value):
+            raise fault("layout-mismatch", graph, node, f"{value} is {have.get(axis)} on {axis}, its reader wants {kind}", "", after)
+
+
+def _check_outputs(program: Program, after: str) -> None:
+    if program.form != Form.RESHARDED:
+        return
+    out = next(n for n in reversed(program.graph.nodes) if n.op == "output")
+    for entry, arg in zip(program.outputs, out.args[0], strict=True):  # type: ignore[arg-type]
+        if not isinstance(arg, fx.Node):
+            continue
+        for axis, kind in layout_of(arg).types:
+            data = program.mesh.is_data(axis)
+            want = P if entry.kind == "loss" and data else I
+            sharded = data and entry.kind == "user" and entry.batch_dim is not None
+            if not equal(kind, want, arg) and not sharded:
+                why = f"output {entry.name} is {kind} on {axis}, not {want}"
+                raise fault("output-layout", program.graph, out, why, "", after)
+
+
+def check_params(program: Program) -> None:
+    """On data axes a trainable parameter is R, elsewhere I or sharded. Raises AutoparError ``param-layout``."""
+    for param in program.params.values():
+        for axis, kind in (param.layout or Layout()).types:
+            bad = {P, I} if program.mesh.is_data(axis) and param.kind == "parameter" else {P, R}
+            if kind in bad and param.spec.is_float:
+                node = next(iter(program.graph.nodes))
+                raise fault("param-layout", program.graph, node, f"{param.name} is {kind} on {axis}", "", "")
+
+
+

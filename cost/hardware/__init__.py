@@ -1,0 +1,166 @@
+"""Profiles of devices and their links, read from TOML files in which every number has a unit and a source."""
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopar.errors import AutoparError
+
+UNITS = {
+    "FLOP/s": 1.0,
+    "GFLOP/s": 1e9,
+    "TFLOP/s": 1e12,
+    "B/s": 1.0,
+    "GB/s": 1e9,
+    "TB/s": 1e12,
+    "GB": 1e9,
+    "GiB": 2.0**30,
+    "s": 1.0,
+    "us": 1e-6,
+    "fraction": 1.0,
+    "elements": 1.0,
+    "ranks": 1.0,
+}
+
+_FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Links among the ranks of one domain: a node, or the network between nodes.
+
+    Args:
+        bandwidth: bytes per second and rank, one direction, nominal.
+        efficiency: share of ``bandwidth`` that each collective reaches for large messages.
+        latency: seconds for each step of a collective.
+        base: seconds for starting a collective.
+    """
+
+    bandwidth: float
+    efficiency: Mapping[str, float]
+    latency: float
+    base: float
+
+    def rate(self, collective: str) -> float:
+        """Bytes per second and rank that ``collective`` reaches; entry ``other`` serves those not named."""
+        return self.bandwidth * self.efficiency.get(collective, self.efficiency["other"])
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device and its links. Seconds, bytes, flops.
+
+    Args:
+        peak: matmul flops per second by dtype, dense, without reduced-precision shortcuts.
+        memory_bytes: capacity. memory_bandwidth: bytes per second, nominal; ``memory_efficiency`` of it is reached.
+        matmul_efficiency: share of ``peak`` that a large matmul reaches.
+        matmul_half: size of a dim at which a matmul reaches half of that, in elements (``compute.efficiency``).
+        attention_efficiency: share of ``peak`` that fused attention reaches, (forward, backward).
+        node: ranks that share the inner tier. ranks: of the whole cluster, 0 where not said.
+    """
+
+    name: str
+    peak: Mapping[torch.dtype, float]
+    memory_bytes: float
+    memory_bandwidth: float
+    memory_efficiency: float
+    matmul_efficiency: float
+    matmul_half: float
+    attention_efficiency: tuple[float, float]
+    node: int
+    inner: Tier
+    outer: Tier
+    ranks: int = 0
+
+    def flops_per_second(self, dtype: torch.dtype) -> float:
+        """Peak for ``dtype``; complex as its parts, integers as fp32. Raises AutoparError ``no-peak``."""
+        if not dtype.is_floating_point:
+            dtype = torch.float64 if dtype == torch.complex128 else torch.float32
+        if dtype in self.peak:
+            return self.peak[dtype]
+        known = ", ".join(str(d) for d in self.peak)
+        raise AutoparError("no-peak", f"hardware {self.name}: no peak for {dtype}", f"use one of {known}")
+
+
+def names() -> tuple[str, ...]:
+    """The profiles that exist."""
+    return tuple(sorted(p.stem for p in _FOLDER.glob("*.toml")))
+
+
+def load(text: str) -> Hardware:
+    """A profile by name (``h100``), or a cluster (``h100x64``: 64 ranks). Raises AutoparError ``unknown-hardware``."""
+    match = re.fullmatch(r"(.+)x([1-9]\d*)", text)
+    if text in names():
+        return _profile(text)
+    if match and match[1] in names():
+        return replace(_profile(match[1]), ranks=int(match[2]))
+    known = ", ".join(names())
+    raise AutoparError("unknown-hardware", f"hardware {text!r} is not known", f"one of {known}, or NAMExRANKS")
+
+
+def read(path: Path) -> Hardware:
+    """A profile from a TOML file. Raises AutoparError ``bad-hardware`` for a number without unit or source."""
+    raw = tomllib.loads(path.read_text())
+    for place, entry in numbers(raw):
+        _check(path.name, place, entry)
+    try:
+        return _build(path.stem, raw)
+    except KeyError as missing:
+        message = f"{path.name}: {missing.args[0]} is missing"
+        raise AutoparError("bad-hardware", message, "see the other profiles") from None
+
+
+def numbers(raw: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, entry) of each leaf of a profile: a table with ``value``, or what stands in its place."""
+    if not isinstance(raw, dict) or "value" in raw:
+        yield place, raw
+        return
+    for key, inner in raw.items():
+        yield from numbers(inner, f"{place}.{key}" if place else key)
+
+
+@cache
+def _profile(name: str) -> Hardware:
+    return read(_FOLDER / f"{name}.toml")
+
+
+def _check(file: str, place: str, entry: Any) -> None:
+    if not isinstance(entry, dict) or not str(entry.get("source", "")).strip() or entry.get("unit") not in UNITS:
+        fix = f"write {place} = {{ value, unit, source }} with a unit among {', '.join(UNITS)}"
+        raise AutoparError("bad-hardware", f"{file}: {place} lacks a value, a known unit or a source", fix)
+    if not isinstance(entry["value"], int | float) or entry["value"] < 0:
+        raise AutoparError("bad-hardware", f"{file}: {place} is {entry['value']!r}", "a number of at least 0")
+
+
+def _number(entry: Mapping[str, Any]) -> float:
+    return float(entry["value"]) * UNITS[entry["unit"]]
+
+
+def _tier(raw: Mapping[str, Any]) -> Tier:
+    efficiency = {name: _number(entry) for name, entry in raw["efficiency"].items()}
+    if "other" not in efficiency:
+        raise KeyError("efficiency.other")
+    return Tier(_number(raw["bandwidth"]), efficiency, _number(raw["latency"]), _number(raw["base"]))
+
+
+def _build(name: str, raw: Mapping[str, Any]) -> Hardware:
+    memory, matmul, attention = raw["memory"], raw["matmul"], raw["attention"]
+    return Hardware(
+        name=name,
+        peak={getattr(torch, dtype): _number(entry) for dtype, entry in raw["peak"].items()},
+        memory_bytes=_number(memory["capacity"]),
+        memory_bandwidth=_number(memory["bandwidth"]),
+        memory_efficiency=_number(memory["efficiency"]),
+        matmul_efficiency=_number(matmul["efficiency"]),
+        matmul_half=_number(matmul["half"]),
+        attention_efficiency=(_number(attention["forward"]), _number(attention["backward"])),
+        node=int(_number(raw["node"])),
+        inner=_tier(raw["inner"]),
+        outer=_tier(raw["outer"]),
+    )

@@ -1,0 +1,208 @@
+"""The price of a program: one walk over its unique blocks, for a mesh or for symbols in place of its sizes.
+
+Nothing is overlapped and no kernels are fused, so seconds are an upper bound; ratios between strategies are what they
+are for. Local copies of conversions that send nothing are free.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from autopar.cost import communication, compute, memory
+from autopar.cost.communication import Link
+from autopar.cost.compute import Shapes, differentiable, node_cost
+from autopar.cost.hardware import Hardware
+from autopar.cost.price import BACKWARD, FORWARD, GRADIENT, Price, Traffic
+from autopar.cost.shares import Sizes, check_priced, layouts, local_shapes, local_value, mesh_sizes
+from autopar.cost.symbols import Number, axis_sizes, product
+from autopar.ir import ops
+from autopar.ir.layout import I, Layout, R
+from autopar.ir.program import Param, Program, Spec, specs
+
+Key = tuple[str, str, str]
+
+
+@dataclass
+class _Bill:
+    """Sums of a walk: compute, and (calls, bytes, seconds) of traffic by axis, collective and part of the step."""
+
+    flops: list[Number] = field(default_factory=lambda: [0, 0])
+    seconds: list[Number] = field(default_factory=lambda: [0, 0])
+    traffic: dict[Key, tuple[int, Number, Number]] = field(default_factory=lambda: defaultdict(lambda: (0, 0, 0)))
+
+    def send(self, key: Key, calls: int, bytes_: Number, seconds: Number) -> None:
+        """Add traffic."""
+        before = self.traffic[key]
+        self.traffic[key] = (before[0] + calls, before[1] + bytes_, before[2] + seconds)
+
+    def add(self, other: "_Bill", times: int) -> None:
+        """Add another bill, ``times`` over."""
+        self.flops = [a + times * b for a, b in zip(self.flops, other.flops)]
+        self.seconds = [a + times * b for a, b in zip(self.seconds, other.seconds)]
+        for key, (calls, bytes_, seconds) in other.traffic.items():
+            self.send(key, times * calls, times * bytes_, times * seconds)
+
+
+def price(
+    program: Program,
+    hardware: Hardware,
+    *,
+    sizes: Sizes | None = None,
+    links: Mapping[str, Link] | None = None,
+    training: bool = True,
+) -> Price:
+    """What a step of ``program`` costs one rank of ``hardware``.
+
+    Args:
+        program: Form RESHARDED; any earlier Form on a mesh of one rank.
+        hardware: profile, from ``hardware.load``.
+        sizes: ranks of each axis; numbers or symbols; those of the program's mesh where None.
+        links: what each axis is connected by; from the mesh's place on nodes where None.
+        training: whether backward, gradients and optimizer (AdamW in the parameters' dtype) are counted.
+
+    Raises AutoparError ``unpriced-form``, ``missing-layout``, ``no-peak``.
+    """
+    check_priced(program)
+    sizes = mesh_sizes(program.mesh) if sizes is None else sizes
+    links = _Links(program, hardware) if links is None else links
+    shapes = local_shapes(sizes)
+    total = _Bill()
+    for name, graph in program.graphs():
+        total.add(_bill(graph, shapes, sizes, links, hardware, training), len(program.calls_of(name)) if name else 1)
+    dtype = _dtype(program)
+    if training:
+        _gradient_sum(total, program, sizes, links)
+    return Price(
+        hardware=hardware.name,
+        mesh=str(program.mesh),
+        ranks=product(sizes.values()),
+        model_flops=_model_flops(program, training),
+        flops=(total.flops[0], total.flops[1]),
+        compute_seconds=(total.seconds[0], total.seconds[1]),
+        traffic=tuple(Traffic(*key, *value) for key, value in sorted(total.traffic.items()) if value[1] != 0),
+        memory=_memory(program, shapes, sizes, training),
+        capacity=hardware.memory_bytes,
+        peak=hardware.flops_per_second(dtype),
+    )
+
+
+def closed_form(program: Program, hardware: Hardware, links: Mapping[str, Link] | None = None) -> Price:
+    """The same price with a symbol for the size of each axis: valid wherever the program's layouts are.
+
+    ``links``: by axis; inside a node where absent. ``Price.at`` gives its value for sizes.
+    """
+    names = program.mesh.names
+    every = {axis: (links or {}).get(axis, communication.inner_link(hardware)) for axis in names}
+    data = "+".join(program.mesh.data_axes)
+    every.setdefault(data, every[program.mesh.data_axes[0]] if data else communication.inner_link(hardware))
+    return price(program, hardware, sizes=axis_sizes(names), links=every)
+
+
+class _Links(dict[str, Link]):
+    """Links by axis (or axes joined by ``+``), made when first asked for."""
+
+    def __init__(self, program: Program, hardware: Hardware) -> None:
+        super().__init__()
+        self._place = (hardware, program.mesh)
+
+    def __missing__(self, axes: str) -> Link:
+        self[axes] = communication.link_of(*self._place, *axes.split("+"))
+        return self[axes]
+
+
+def _bill(
+    graph: fx.Graph, shapes: Shapes, sizes: Sizes, links: Mapping[str, Link], hardware: Hardware, training: bool
+) -> _Bill:
+    bill = _Bill()
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is ops.convert:
+            _convert(bill, node, sizes, links, training)
+            continue
+        cost = node_cost(node, shapes)
+        if cost.kind == "free":
+            continue
+        seconds = compute.seconds(cost, hardware, _work_dtype(node))
+        bill.flops[0] = bill.flops[0] + cost.flops
+        bill.seconds[0] = bill.seconds[0] + seconds[0]
+        if training:
+            bill.flops[1] = bill.flops[1] + cost.backward_flops
+            bill.seconds[1] = bill.seconds[1] + seconds[1]
+    return bill
+
+
+def _convert(bill: _Bill, node: fx.Node, sizes: Sizes, links: Mapping[str, Link], training: bool) -> None:
+    """The collectives of one conversion; the value is whole on its axis, and local on the others."""
+    args = compute.bound(node)
+    axis, spec = args["axis"], specs(node)[0]
+    assert isinstance(spec, Spec)
+    whole = local_value(spec, layouts(node)[0].having(axis, I), sizes).bytes
+    steps = communication.collectives(args["src"], args["dst"])
+    for collective, when in zip(steps, (FORWARD, BACKWARD)):
+        if collective is None or sizes[axis] == 1 or (when == BACKWARD and not (training and differentiable(node))):
+            continue
+        sent = communication.collective_bytes(collective, whole, sizes[axis])
+        seconds = communication.collective_seconds(collective, whole, sizes[axis], links[axis])
+        bill.send((axis, collective, when), 1, sent, seconds)
+
+
+def _work_dtype(node: fx.Node) -> torch.dtype:
+    """The dtype that an op computes in: the first floating one of its results and inputs."""
+    found: Iterator[Spec | None] = (s for n in (node, *node.all_input_nodes) for s in specs(n))
+    return next((s.dtype for s in found if isinstance(s, Spec) and s.is_float), torch.float32)
+
+
+def _dtype(program: Program) -> torch.dtype:
+    """The dtype of most parameter bytes."""
+    count: dict[torch.dtype, int] = defaultdict(int)
+    for param in _trained(program):
+        count[param.spec.dtype] += param.spec.bytes
+    return max(count, key=lambda d: count[d], default=torch.float32)
+
+
+def _model_flops(program: Program, training: bool) -> Number:
+    """Flops of the unsharded model, each op once."""
+    total: Number = 0
+    for name, graph in program.graphs():
+        costs = [node_cost(n) for n in graph.nodes]
+        once = sum(c.flops + (c.backward_flops if training else 0) for c in costs)
+        total = total + once * (len(program.calls_of(name)) if name else 1)
+    return total
+
+
+def _trained(program: Program) -> Iterator[Param]:
+    return (p for p in program.params.values() if p.kind == "parameter" and p.trainable and p.spec.is_float)
+
+
+def _summed_over(program: Program, param: Param) -> str:
+    """The data axes over which the engine sums the parameter's gradient, joined by ``+``."""
+    layout = param.layout or Layout()
+    return "+".join(a for a in program.mesh.data_axes if layout.get(a, R) == R)
+
+
+def _gradient_sum(bill: _Bill, program: Program, sizes: Sizes, links: Mapping[str, Link]) -> None:
+    """One all-reduce of all gradients that are summed over the same axes: 2Ψ(N-1)/N. Buckets add latency only."""
+    groups: dict[str, Number] = defaultdict(int)
+    for param in _trained(program):
+        groups[_summed_over(program, param)] += local_value(param.spec, param.layout or Layout(), sizes).bytes
+    for axes, whole in groups.items():
+        ways = product(sizes[a] for a in axes.split("+") if a)
+        if axes and ways != 1:
+            sent = communication.collective_bytes("all_reduce", whole, ways)
+            seconds = communication.collective_seconds("all_reduce", whole, ways, links[axes])
+            bill.send((axes, "all_reduce", GRADIENT), 1, sent, seconds)
+
+
+def _memory(program: Program, shapes: Shapes, sizes: Sizes, training: bool) -> dict[str, Number]:
+    held = memory.States()
+    frozen: Number = 0
+    for param in program.params.values():
+        value = local_value(param.spec, param.layout or Layout(), sizes)
+        if training and param.kind == "parameter" and param.trainable and param.spec.is_float:
+            held = held + memory.states(value.numel, memory.adamw(param.spec.dtype))
+        else:
+            frozen = frozen + value.bytes
+    kinds = {"parameters": held.parameters + frozen, "gradients": held.gradients, "optimizer": held.optimizer}
+    return {**kinds, "activations": memory.activations(program, shapes) if training else 0}

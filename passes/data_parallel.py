@@ -1,0 +1,143 @@
+"""Pass ``data-parallel``: the batch over the axes that carry data."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import fx
+
+from autopar.errors import AutoparError
+from autopar.ir.layout import I, Layout, P, R, Shard, Type
+from autopar.ir.program import Form, Program, tensor_args
+from autopar.passes.base import Context, Pass
+from autopar.rules.relation import Assignment
+from autopar.rules.strategies import strategies
+from autopar.solve.annotate import clash, clashes, layouts, shares, write
+from autopar.solve.candidates import Candidates, relations_of, spread
+from autopar.solve.flow import Flow, flow_of, is_op
+from autopar.solve.prices import conversion_prices, op_prices
+from autopar.solve.problem import Choices, solve
+from autopar.solve.sources import batch_shard, sources
+
+WHOLE = 1e3  # µs: an op that could keep its rows but is computed on all of them
+
+
+@dataclass(frozen=True)
+class DataParallel(Pass):
+    """Rows of the batch over ``dp`` and ``ep``.
+
+    Does:
+        Types every value on each data axis. Inputs with a batch dim are S on it, parameters are R, the loss is P: a term of
+        the sum that is the loss of the global batch.
+    Requires:
+        TRACED, with the rows of each data rank.
+    Ensures:
+        ANNOTATED on the data axes; no conversion of a parameter there: the engine alone reduces gradients.
+    Communication:
+        Gradients, by the engine: all_reduce 2Ψ(N-1)/N bytes per rank and step. In the program only what couples rows
+        (batch statistics, token counts).
+    Limits:
+        Rows may be uneven on one data axis, not on two at once.
+    Sources:
+        Li et al., PyTorch Distributed (VLDB 2020); losses are summed, not averaged.
+    """
+
+    name: ClassVar[str] = "data-parallel"
+    requires: ClassVar[Form] = Form.TRACED
+    produces: ClassVar[Form] = Form.ANNOTATED
+
+    def rewrite(self, program: Program, context: Context) -> Program:
+        """See Pass."""
+        axes = [a for a in program.mesh.data_axes if program.mesh.size(a) > 1]
+        if len(axes) > 1 and len(set(program.rows)) > 1:
+            raise AutoparError(
+                "uneven-rows", f"rows per data rank are {program.rows}, uneven over {' and '.join(axes)}",
+                "give every data rank as many rows, or use one data axis",
+            )  # fmt: skip
+        start(program)
+        flow = flow_of(program)
+        relations = relations_of(flow)
+        for axis in axes:
+            shard = batch_shard(program.mesh, axis, program.rows)
+            seeds = [(v, shard) for v in sources(flow) if _batched(program, flow, v)]
+            found = spread(flow, relations, seeds, lambda v, s: not clash(s, _layout(flow, v)))
+            write(program, flow, axis, solve(flow, self.choices(program, context, flow, found, axis, shard)))
+        program.form = Form.ANNOTATED
+        return program
+
+    def choices(
+        self, program: Program, context: Context, flow: Flow, found: Candidates, axis: str, shard: Shard
+    ) -> Choices:
+        """The space of one data axis: the batch factor only."""
+        options = {
+            node: [a for a in strategies(node, found.ports(flow, node), found.relations[node]) if not clashes(node, a)]
+            for node, _ in flow.ops
+        }
+        prices = op_prices(flow, context.hardware, program.mesh.size(axis))
+
+        def op_price(node: fx.Node, a: Assignment) -> float:
+            sharded = any(isinstance(t, Shard) for t in (*a.inputs, *a.outputs))
+            can = len(options[node]) > 2 and any(isinstance(t, Shard) for o in options[node] for t in (*o.inputs, *o.outputs))
+            return prices(node, a) + (WHOLE if can and not sharded else 0.0)
+
+        return Choices(
+            types={v: self._types(program, flow, found, v, shard) for v in sources(flow)},
+            strategies=options,
+            outputs=[self._outputs(program, flow, found, i, shard) for i in range(len(program.outputs))],
+            op_price=op_price,
+            source_price=lambda value, kind: 0.0,
+            convert_price=conversion_prices(
+                flow, context.hardware, program.mesh, axis, shares(flow, dict(program.mesh.axes))
+            ),
+        )
+
+    def _types(self, program: Program, flow: Flow, found: Candidates, v: int, shard: Shard) -> list[Type]:
+        value = flow.values[v]
+        if value.role == "param":
+            return [R] if value.diff else [I]
+        if value.role == "input":
+            return [shard] if _batched(program, flow, v) else [I]
+        return [*found.shards.get(v, ()), I, *([R] if value.diff else []), *([P] if value.spec.shape == () else [])]
+
+    def _outputs(self, program: Program, flow: Flow, found: Candidates, index: int, shard: Shard) -> list[Type]:
+        out = program.outputs[index]
+        if out.kind == "loss":
+            return [P]
+        node = output_arg(program, index)
+        if out.batch_dim is not None and node is not None and shard in found.shards.get(flow.of(node), ()):
+            return [shard]
+        return [I]
+
+
+def output_arg(program: Program, index: int) -> fx.Node | None:
+    """The node behind an entry of the outer output; None for a constant."""
+    out = next(n for n in reversed(program.graph.nodes) if n.op == "output")
+    arg = out.args[0][index]  # type: ignore[index]
+    return arg if isinstance(arg, fx.Node) else None
+
+
+def _batched(program: Program, flow: Flow, v: int) -> bool:
+    value = flow.values[v]
+    return value.role == "input" and program.inputs[value.key[0].meta["input"]].batch_dim is not None
+
+
+def _layout(flow: Flow, v: int) -> Layout:
+    node, index = flow.values[v].key
+    return layouts(node)[index]
+
+
+def start(program: Program) -> None:
+    """Every value gets an empty layout, every reader empty requirements: no axis is decided yet."""
+    for name, param in program.params.items():
+        program.params[name] = replace(param, layout=Layout())
+    for _, graph in program.graphs():
+        for node in graph.nodes:
+            if node.op == "output":
+                if graph is program.graph:
+                    node.meta["requires"] = (Layout(),) * len(program.outputs)
+                continue
+            spec = node.meta.get("spec")
+            node.meta["layout"] = (Layout(),) * len(spec) if isinstance(spec, tuple) else Layout()
+            if is_op(node):
+                node.meta["requires"] = (Layout(),) * len(tensor_args(node))
+            elif node.op == "call_module":
+                node.meta["requires"] = (Layout(),) * len(node.args)

@@ -1,0 +1,218 @@
+"""Pass ``tensor-parallel``: weights, heads, vocabulary and (with ``sequence``) positions over the ``tp`` axis."""
+
+from dataclasses import dataclass
+from math import gcd
+from typing import ClassVar
+
+from torch import fx
+
+from autopar.errors import AutoparError
+from autopar.ir.layout import I, P, R, Shard, Type, chunk_sizes
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Form, Program, tensor_args
+from autopar.passes.base import Context, Pass
+from autopar.rules.relation import Assignment
+from autopar.rules.strategies import strategies
+from autopar.solve.annotate import clash, clashes, layouts, shares, write
+from autopar.solve.candidates import Candidates, relations_of, spread
+from autopar.solve.flow import Flow, flow_of
+from autopar.solve.prices import conversion_prices, op_prices
+from autopar.solve.problem import Choices, solve
+from autopar.solve.sources import (
+    grouped, product_parameters, repeated_parameters, repeats, sequence_seeds, sources, weight_seeds,
+)  # fmt: skip
+
+MUST = 1e5  # µs: a weight that could be sharded but is held, or gathered, whole
+POSITIONS = 1e3  # µs: with ``sequence``, an op that could shard its positions but does not
+PER_MIB = 1.0  # µs: holding a MiB of parameter
+
+
+@dataclass(frozen=True)
+class TensorParallel(Pass):
+    """Weights of matrix products over ``tp``; the rest follows at the least cost.
+
+    Does:
+        Splits ``tp`` into sub-axes where groups of key heads are fewer than ranks. Types every value on tp by the integer
+        program: column and row products, heads, vocabulary-parallel embedding, head and cross-entropy. With ``sequence``
+        the positions of norms, residuals and dropouts too.
+    Requires:
+        ANNOTATED by data-parallel.
+    Ensures:
+        ANNOTATED on tp; every weight of a product that can be sharded is; outputs whole on every rank.
+    Communication:
+        A layer of column and row products: 2 all_reduce forward and 2 backward of the hidden state, 2b(N-1)/N bytes per rank
+        each; with ``sequence`` the same bytes as all_gather and reduce_scatter.
+    Limits:
+        Attention heads divide over tp; key heads divide tp or are divided by it.
+    Sources:
+        Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198).
+    """
+
+    sequence: bool = False
+
+    name: ClassVar[str] = "tensor-parallel"
+    requires: ClassVar[Form] = Form.ANNOTATED
+    produces: ClassVar[Form] = Form.ANNOTATED
+
+    def rewrite(self, program: Program, context: Context) -> Program:
+        """See Pass."""
+        if program.mesh.size("tp") == 1:
+            return program
+        flow = flow_of(program)
+        program.mesh = sub_axes(program.mesh, flow)
+        relations = relations_of(flow)
+        weights = product_parameters(flow)
+        exempt = repeated_parameters(flow, [n for n, h, g in grouped(flow) if g < h] + [n for n, _, _ in repeats(flow)])
+        for axis in program.mesh.parts("tp"):
+            seeds = list(weight_seeds(flow, weights, program.mesh, axis))
+            if self.sequence:
+                seeds += sequence_seeds(flow, batch_dims(program, flow, relations), program.mesh, axis)
+            batch = batch_dims(program, flow, relations)
+
+            def allowed(v: int, s: Shard, batch: dict[int, set[int]] = batch) -> bool:
+                node, index = flow.values[v].key
+                return s.dim not in batch.get(v, ()) and not clash(s, layouts(node)[index])
+
+            found = spread(flow, relations, seeds, allowed)
+            _check_heads(program, flow, found, axis)
+            space = _Space(program, context, flow, found, axis, self.sequence, weights, exempt)
+            write(program, flow, axis, solve(flow, space.choices()))
+        return program
+
+
+def sub_axes(mesh: Mesh, flow: Flow) -> Mesh:
+    """``tp`` split in two where keys have fewer groups of heads than ranks: over the groups, and over their repeats."""
+    ways = mesh.size("tp")
+    counts = [g for _, h, g in (*grouped(flow), *repeats(flow)) if g < h and h % ways == 0]
+    major = ways
+    for g in counts:
+        major = gcd(major, g)
+    return mesh if major in (1, ways) or len(mesh.parts("tp")) > 1 else mesh.split("tp", major)
+
+
+def batch_dims(program: Program, flow: Flow, relations: dict) -> dict[int, set[int]]:  # type: ignore[type-arg]
+    """The dims of each value that hold nothing but rows of the batch, whatever the data axes' sizes are."""
+    from autopar.ir.layout import Piece
+
+    total = sum(program.rows)
+    if total < 2:
+        return {}
+    shard = Shard(0, (Piece(total, total, 1),))
+    seeds = [
+        (v, shard)
+        for v in sources(flow)
+        if flow.values[v].role == "input" and program.inputs[flow.values[v].key[0].meta["input"]].batch_dim is not None
+    ]
+    found = spread(flow, relations, seeds)
+    return {
+        v: {s.dim for s in shards if s.pieces[0].count * s.pieces[0].inner == s.length and s.pieces[0].inner == 1}
+        for v, shards in found.shards.items()
+    }
+
+
+def _check_heads(program: Program, flow: Flow, found: Candidates, axis: str) -> None:
+    """Attention whose heads cannot be shared out is refused, with the sizes that work."""
+    ways = program.mesh.size("tp")
+    for node, heads, groups in grouped(flow):
+        fits = heads % ways == 0 and (groups % ways == 0 or ways % groups == 0 or groups == heads or _covers(heads, groups, ways))
+        if not fits:
+            sizes = [n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
+            what = f"{heads} heads" if groups == heads else f"{heads} query heads and {groups} key heads"
+            raise AutoparError(
+                "indivisible-dim",
+                f"{node.meta.get('module') or 'attention'}: {what} do not divide over tp={ways}",
+                f"tp in {', '.join(map(str, sizes))}; or use dp for the other ranks",
+            )
+
+
+def _covers(heads: int, groups: int, ways: int) -> bool:
+    """Whether splitting tp over groups and repeats shares the heads out."""
+    major = gcd(groups, ways)
+    return (heads // groups) % (ways // major) == 0
+
+
+@dataclass
+class _Space:
+    """The choices on one (sub-)axis of tp."""
+
+    program: Program
+    context: Context
+    flow: Flow
+    found: Candidates
+    axis: str
+    sequence: bool
+    weights: set[int]
+    exempt: set[int]
+
+    def choices(self) -> Choices:
+        flow, mesh = self.flow, self.program.mesh
+        options = {
+            n: [a for a in strategies(n, self.found.ports(flow, n), self.found.relations[n]) if not clashes(n, a)]
+            for n, _ in flow.ops
+        }
+        prices = op_prices(flow, self.context.hardware, mesh.size(self.axis))
+        convert = conversion_prices(flow, self.context.hardware, mesh, self.axis, shares(flow, dict(mesh.axes)))
+
+        def op_price(node: fx.Node, a: Assignment) -> float:
+            return prices(node, a) + (POSITIONS if self.sequence and self._idle(node, a, options[node]) else 0.0)
+
+        def convert_price(v: int, src: Type, dst: Type) -> float:
+            gathered = flow.values[v].role == "param" and isinstance(src, Shard) and v in self.weights
+            return convert(v, src, dst) + (MUST if gathered else 0.0)
+
+        return Choices(
+            types={v: self._types(v) for v in sources(flow)},
+            strategies=options,
+            outputs=[[I] for _ in self.program.outputs],
+            op_price=op_price,
+            source_price=self._hold,
+            convert_price=convert_price,
+        )
+
+    def _idle(self, node: fx.Node, a: Assignment, options: list[Assignment]) -> bool:
+        """Whether an op that has no weight of its own could shard positions or features but stays whole."""
+        sharded = [any(isinstance(t, Shard) for t in o.outputs) for o in options]
+        return any(sharded) and not any(isinstance(t, Shard) for t in a.outputs) and bool(node.meta.get("diff")) and not any(
+            self.flow.of(x) in self.weights for x in tensor_args(node)
+        )
+
+    def _types(self, v: int) -> list[Type]:
+        value = self.flow.values[v]
+        candidates = list(self.found.shards.get(v, ()))
+        if value.role == "input":
+            return [I]
+        if value.role == "param":
+            pinned = self._pinned(v)
+            if pinned is not None:
+                return [pinned]
+            return [I, *(s for s in candidates if _storable(s))] if v in self.weights or _is_follower(value.spec.shape) else [I]
+        return [*candidates, I, *([R] if value.diff else []), *([P] if value.spec.shape == () else [])]
+
+    def _pinned(self, v: int) -> Type | None:
+        layout = self.context.pinned.get(self.flow.values[v].key[0].meta["param"])
+        return layout.get(self.axis) if layout is not None else None
+
+    def _hold(self, v: int, kind: Type) -> float:
+        value = self.flow.values[v]
+        if value.role != "param" or not value.diff:
+            return 0.0
+        mib = value.spec.bytes / 2**20 * PER_MIB
+        if isinstance(kind, Shard):
+            return mib / self.program.mesh.size(self.axis)
+        can = v in self.weights and v not in self.exempt and any(_storable(s) for s in self.found.shards.get(v, ()))
+        return mib + (MUST if can else 0.0)
+
+
+def _is_follower(shape: tuple[int, ...]) -> bool:
+    """Biases and the like: sharded where what they are added to is."""
+    return len(shape) >= 1
+
+
+def _storable(shard: Shard) -> bool:
+    """Whether a parameter can be held so: uneven only in contiguous runs as ``torch.chunk`` cuts them."""
+    if shard.even:
+        return True
+    p = shard.pieces[0]
+    return shard.plain and p.inner == 1 and p.sizes == chunk_sizes(p.count, len(p.sizes or ()))
+
+

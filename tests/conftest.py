@@ -1,0 +1,35 @@
+import pathlib
+
+import pytest
+import torch
+
+GOLDENS = pathlib.Path(__file__).parent / "goldens"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-goldens", action="store_true", help="write what the tests print as the new goldens")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class Golden:
+    """Compares text with ``tests/goldens/NAME``; ``--update-goldens`` writes it instead."""
+
+    def __init__(self, update: bool) -> None:
+        self.update = update
+
+    def __call__(self, text: str, name: str) -> None:
+        path = GOLDENS / name
+        if self.update:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.exists(), f"{path.name} is missing: run pytest --update-goldens and read it"
+        assert text == path.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Golden:
+    return Golden(request.config.getoption("--update-goldens"))
