@@ -13,6 +13,7 @@ from autopar.rules.relation import Assignment
 from autopar.rules.strategies import strategies
 from autopar.solve.annotate import clash, clashes, layouts, shares, write
 from autopar.solve.candidates import Candidates, relations_of, spread
+from autopar.solve.fallback import report_opaque
 from autopar.solve.flow import Flow, flow_of, is_op
 from autopar.solve.prices import conversion_prices, op_prices
 from autopar.solve.problem import Choices, solve
@@ -60,7 +61,9 @@ class DataParallel(Pass):
             shard = batch_shard(program.mesh, axis, program.rows)
             seeds = [(v, shard) for v in sources(flow) if _batched(program, flow, v)]
             found = spread(flow, relations, seeds, lambda v, s: not clash(s, _layout(flow, v)))
-            write(program, flow, axis, solve(flow, self.choices(program, context, flow, found, axis, shard)))
+            solution = solve(flow, self.choices(program, context, flow, found, axis, shard))
+            context.warnings += report_opaque(flow, found, solution, axis, strict=context.strict)
+            write(program, flow, axis, solution)
         program.form = Form.ANNOTATED
         return program
 

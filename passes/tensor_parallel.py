@@ -15,9 +15,11 @@ from autopar.rules.relation import Assignment
 from autopar.rules.strategies import strategies
 from autopar.solve.annotate import clash, clashes, layouts, shares, write
 from autopar.solve.candidates import Candidates, relations_of, spread
+from autopar.solve.fallback import report_opaque
 from autopar.solve.flow import Flow, flow_of
 from autopar.solve.prices import conversion_prices, op_prices
 from autopar.solve.problem import Choices, solve
+from autopar.solve.residual import residual_stream
 from autopar.solve.sources import (
     grouped, product_parameters, repeated_parameters, repeats, sequence_seeds, sources, weight_seeds,
 )  # fmt: skip
@@ -63,6 +65,7 @@ class TensorParallel(Pass):
         relations = relations_of(flow)
         weights = product_parameters(flow)
         exempt = repeated_parameters(flow, [n for n, h, g in grouped(flow) if g < h] + [n for n, _, _ in repeats(flow)])
+        stream = residual_stream(flow)
         for axis in program.mesh.parts("tp"):
             seeds = list(weight_seeds(flow, weights, program.mesh, axis))
             if self.sequence:
@@ -71,12 +74,16 @@ class TensorParallel(Pass):
 
             def allowed(v: int, s: Shard, batch: dict[int, set[int]] = batch) -> bool:
                 node, index = flow.values[v].key
+                if v in stream and s.dim == len(flow.values[v].spec.shape) - 1:
+                    return False
                 return s.dim not in batch.get(v, ()) and not clash(s, layouts(node)[index])
 
             found = spread(flow, relations, seeds, allowed)
             _check_heads(program, flow, found, axis)
             space = _Space(program, context, flow, found, axis, self.sequence, weights, exempt)
-            write(program, flow, axis, solve(flow, space.choices()))
+            solution = solve(flow, space.choices())
+            context.warnings += report_opaque(flow, found, solution, axis, strict=context.strict)
+            write(program, flow, axis, solution)
         return program
 
 

@@ -41,9 +41,7 @@ class Engine:
         if not self.units:
             yield
             return
-        context = self._root._state_ctx
-        if context.post_backward_final_callback_queued and torch._C._current_graph_task_id() == -1:
-            self._recover()
+        self.heal()
         try:
             yield
         except BaseException:
@@ -51,6 +49,12 @@ class Engine:
             raise
         for unit in self.units:
             unit.reshard()  # type: ignore[operator]
+
+    def heal(self) -> None:
+        """Clear what a backward that raised left behind."""
+        idle = torch._C._current_graph_task_id() == -1
+        if self.units and idle and self._root._state_ctx.post_backward_final_callback_queued:
+            self._recover()
 
     @property
     def _root(self) -> Any:

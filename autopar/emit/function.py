@@ -45,6 +45,8 @@ class Outer:
 
 def code_of(graph: fx.Graph, name: str) -> tuple[str, dict[str, Any]]:
     """Text of a function ``name(self, ...)`` that frees each value after its last use; its globals."""
+    for node in graph.find_nodes(op="placeholder"):
+        node.target = node.name  # a parameter's own name may be no identifier
     code = graph.python_code(root_module="self")
     text = code.src.replace("def forward(self", f"def {name}(self", 1)
     return text.lstrip("\n"), dict(code.globals)

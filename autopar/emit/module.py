@@ -128,6 +128,11 @@ class ParallelModule(nn.Module):
             else:
                 shard_of(old).copy_(new)
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As any module's: each parameter once, by its first original name."""
+        self._engine.heal()
+        return super().named_parameters(*args, **kwargs)
+
     def full_parameters(self) -> dict[str, Tensor]:
         """Every parameter, whole, by first original name. Collective."""
         return {n: gather_of(p, self._params[n], self._place) for n, p in self._trainable()}
@@ -138,6 +143,7 @@ class ParallelModule(nn.Module):
         return {n: None if g is None else gather_of(g, self._params[n], self._place) for n, g in grads}
 
     def _trainable(self) -> Iterator[tuple[str, Tensor]]:
+        self._engine.heal()
         for name, param in self._params.items():
             if param.kind == "parameter":
                 _, table, key = self._skeleton.tables[name]

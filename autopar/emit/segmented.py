@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from autopar.emit.rows import Box, Held, boxes, cut, gather
@@ -83,6 +84,7 @@ class _Full(torch.autograd.Function):
         return gather(x._local_tensor, x.held, x.axes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> DTensor:
         local = cut(grad, ctx.held, ctx.here)
         return segmented(DTensor(local, ctx.spec, requires_grad=False), ctx.held, ctx.axes)

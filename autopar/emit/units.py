@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from autopar.emit.segmented import SegmentedDTensor, segmented
@@ -98,6 +99,7 @@ class _Local(torch.autograd.Function):
         return tuple(p._local_tensor.detach() if isinstance(p, DTensor) else p.detach() for p in params)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None, *(_grad(g, s, o) for g, s, o in zip(grads, ctx.likes, ctx.overs)))
 

@@ -44,7 +44,7 @@ def call(
     like: fx.Node | None = None,
     spec: Any = None,
 ) -> fx.Node:
-    """A new node at the graph's insertion point. Module and source come from ``like``; the spec is inferred if not given."""
+    """A new node at the insertion point, with the module and source of ``like``; its spec is inferred if not given."""
     kwargs = kwargs or {}
     node = graph.call_function(target, tuple(args), kwargs)
     node.meta = {k: like.meta[k] for k in CARRIED if k in like.meta} if like is not None else {}
@@ -89,7 +89,7 @@ def merge_equal(graph: fx.Graph, scope: Callable[[fx.Node], Any] = lambda n: Non
 
 
 def _frozen(value: Any) -> Any:
-    """A hashable equal of a node argument; numbers keep their type and the sign of zero, so that 0, 0.0 and -0.0 differ."""
+    """A hashable equal of a node argument; numbers keep their type and zeros their sign: 0, 0.0 and -0.0 differ."""
     if isinstance(value, (list, tuple)):
         return (type(value).__name__, *map(_frozen, value))
     if isinstance(value, dict):

@@ -6,13 +6,12 @@ executed as they stand, which is what the verifier compares with.
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
 def convert(x: Tensor, axis: str, src: Any, dst: Any) -> Tensor:
-    """A change of layout on the mesh axis ``axis`` from type ``src`` to type ``dst``: the whole value stays the same."""
+    """A change of layout on the mesh axis ``axis`` from type ``src`` to type ``dst``; the whole value stays."""
     return x
 
 

@@ -63,12 +63,17 @@ def attention(node: fx.Node) -> Attention:
     known = arguments(node)
     q, k = shape_of(known["q"]), shape_of(known["k"])
     rank = len(q)
-    lead = [f"b{i}" for i in range(rank - 3)]
+    lead: list[str | None] = [f"b{i}" for i in range(rank - 3)]
+
+    def batch(shape: tuple[int, ...]) -> list[str | None]:
+        return [name if n != 1 else None for name, n in zip(lead, shape)]
+
     heads = q[-3] if rank > 2 else 1
     groups = k[-3] if rank > 2 else 1
     head: list[str | None] = ["h"] if rank > 2 else []
     group: list[str | None] = ([None] if groups == 1 and heads > 1 else ["h" if groups == heads else "g"]) if rank > 2 else []
-    ins: list[Dims] = [(*lead, *head, "s", "d"), (*lead, *group, "t", "d"), (*lead, *group, "t", "e")]
+    v = shape_of(known["v"])
+    ins: list[Dims] = [(*batch(q), *head, "s", "d"), (*batch(k), *group, "t", "d"), (*batch(v), *group, "t", "e")]
     if known.get("mask") is not None:
         m = shape_of(known["mask"])
         full = (*lead, *head, "s", "t")

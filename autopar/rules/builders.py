@@ -44,12 +44,9 @@ def pointwise(*linear: Iterable[int]) -> Builder:
         def bind(shape: tuple[int, ...]) -> Dims:
             return tuple(f"d{rank - len(shape) + i}" if n != 1 else None for i, n in enumerate(shape))
 
-        positional = [a for a in node.args if isinstance(a, fx.Node)]
-        whole = tuple(s for s in sets if all(i < len(node.args) and isinstance(node.args[i], fx.Node) for i in s))
-        at = {i: positional.index(a) for i, a in enumerate(node.args) if isinstance(a, fx.Node)}
-        return Labels(
-            tuple(map(bind, ins)), tuple(map(bind, outs)), linear=tuple(frozenset(at[i] for i in s) for s in whole)
-        )
+        ports = {i: port for port, i in enumerate(i for i, a in enumerate(node.args) if isinstance(a, fx.Node))}
+        whole = tuple(frozenset(ports[i] for i in s) for s in sets if all(i in ports for i in s))
+        return Labels(tuple(map(bind, ins)), tuple(map(bind, outs)), linear=whole)
 
     return build
 
@@ -101,6 +98,7 @@ def window(node: fx.Node) -> Labels:
     known = arguments(node)
     dims = set(normal_dims(known["dim"], len(source))) if "dim" in known else set()
     dims |= set(normal_dims(known["dims"], len(source))) if "dims" in known else set()
+    dims |= {len(source) - 1 - i // 2 for i, n in enumerate(known.get("pad", ())) if n}
     moved = {f"d{i}" for i, (a, b) in enumerate(zip(source, target)) if a != b or i in dims}
     names = tuple(numbered(len(source)))
     return Labels((names,), (names,), frozenset(moved), linear=(frozenset({0}),) if "value" not in known else ())
@@ -209,19 +207,30 @@ def convolution(node: fx.Node) -> Labels:
     """n c .., o c .. -> n o ..: spatial dims are blocked; channels too where they are grouped."""
     known = arguments(node)
     ins, out = input_shapes(node), output_shapes(node)[0]
-    spatial = [f"x{i}" for i in range(len(ins[0]) - 2)]
-    taps = [f"y{i}" for i in range(len(spatial))]
-    outs = [f"z{i}" for i in range(len(spatial))]
+    spatial, taps, outs = ([f"{kind}{i}" for i in range(len(ins[1]) - 2)] for kind in "xyz")
+    batch = ["n"] * (len(out) - len(outs) - 1)
     weight = ["c", "o", *taps] if known.get("transposed") else ["o", "c", *taps]
-    dims = [("n", "c", *spatial), tuple(weight), ("o",)][: len(ins)]
+    dims = [(*batch, "c", *spatial), tuple(weight), ("o",)][: len(ins)]
     blocked = {*spatial, *taps, *outs}
     if known.get("groups", 1) != 1:
         dims[1] = ("g", "h", *taps)
         dims[2:] = [("o",)] * (len(ins) - 2)
         blocked |= {"c", "g", "h", "o"}
     sets = ({0, 2}, {1, 2}) if len(ins) == 3 else ({0}, {1})
-    assert len(out) == len(outs) + 2
-    return Labels(tuple(dims), (("n", "o", *outs),), frozenset(blocked), frozenset({2}), tuple(map(frozenset, sets)))
+    return Labels(tuple(dims), ((*batch, "o", *outs),), frozenset(blocked), frozenset({2}), tuple(map(frozenset, sets)))
+
+
+def embedding(node: fx.Node) -> Labels:
+    """Rows of a table; where gradients are scaled by how often a row is read, lookups must not be sharded."""
+    text = "!v h, !t.. -> t.. h" if arguments(node)["scale_grad_by_freq"] else "v h, t.. -> t.. h"
+    return rule(text, {0})(node)
+
+
+def prelu(node: fx.Node) -> Labels:
+    """x [n, c, ..] with one slope for all, or one for each c."""
+    x, slope = input_shapes(node)
+    names = tuple(numbered(len(x)))
+    return Labels((names, tuple("d1" if n != 1 else None for n in slope)), (names,))
 
 
 def normalized(node: fx.Node) -> Labels:

@@ -128,6 +128,19 @@ def _split(node: fx.Node, place: Place) -> None:
     with_arguments(node, split_sizes=sizes)
 
 
+def _squeeze(node: fx.Node, place: Place) -> None:
+    """A dim may have one local element and several global ones: only the output's shape says which dims go."""
+    node.target, node.kwargs = aten.reshape.default, {}
+    node.args = (node.args[0], list(place.shape(node.meta["spec"], place.outputs[0])))
+
+
+def _repeat(node: fx.Node, place: Place) -> None:
+    after = place.shape(node.meta["spec"], place.outputs[0])
+    before = place.shape(tensor_args(node)[0].meta["spec"], place.inputs[0])
+    ahead = len(after) - len(before)
+    with_arguments(node, repeats=[*after[:ahead], *(a // b for a, b in zip(after[ahead:], before))])
+
+
 def _mean(node: fx.Node, place: Place) -> None:
     known, shape = arguments(node), tensor_args(node)[0].meta["spec"].shape
     dims = normal_dims(known.get("dim"), len(shape))
@@ -197,6 +210,10 @@ LOCAL: dict[Any, Callable[[fx.Node, Place], None]] = {
     aten.new_zeros.default: _output_size("size"),
     aten.new_ones.default: _output_size("size"),
     aten.new_full.default: _output_size("size"),
+    aten.repeat.default: _repeat,
+    aten.squeeze.default: _squeeze,
+    aten.squeeze.dim: _squeeze,
+    aten.squeeze.dims: _squeeze,
     aten.split_with_sizes.default: _split,
     aten.mean.dim: _mean,
     aten.mean.default: _mean,

@@ -13,7 +13,6 @@ from autopar.ir import ops
 from autopar.rules import builders as b
 from autopar.rules.attention import attention
 from autopar.rules.builders import Builder, along, permuted, pointwise, reduction, rule
-from autopar.rules.notation import labels
 from autopar.rules.relation import Labels, Opaque, Relation
 
 aten = torch.ops.aten
@@ -33,7 +32,7 @@ TABLE: dict[Any, Builder] = {
     aten.conv2d.default: b.convolution,
     aten.conv3d.default: b.convolution,
     # lookups and losses
-    aten.embedding.default: rule("v h, t.. -> t.. h", {0}),
+    aten.embedding.default: b.embedding,
     ops.token_loss: rule("n.. v, n.. -> n.."),
     ops.attention: attention,
     # sums
@@ -145,7 +144,7 @@ TABLE: dict[Any, Builder] = {
     aten.log_sigmoid.default: pointwise(),
     aten.log_sigmoid_forward.default: pointwise(),
     aten.bucketize.Tensor: rule("b.., !n -> b.."),
-    aten.prelu.default: rule("b.., !n -> b.."),
+    aten.prelu.default: b.prelu,
     ops.dropout: pointwise(),
 }
 
@@ -160,8 +159,6 @@ def has_rule(target: Any) -> bool:
 def relation(node: fx.Node) -> Relation:
     """The relation of the node's dims; Opaque for an op without a rule."""
     target = node.target
-    if target is aten.prelu.default and node.args[1].meta["spec"].shape == (1,):  # type: ignore[union-attr]
-        return labels("b.., !n -> b..", b.input_shapes(node), b.output_shapes(node))
     if target in TABLE:
         found = TABLE[target](node)
     elif torch.Tag.pointwise in getattr(target, "tags", ()):

@@ -1,4 +1,4 @@
-"""Symbolic reading of integers and booleans that are made of iotas only. Nothing of the size of a mask is ever built."""
+"""Symbolic reading of integers and booleans that are made of iotas only. Nothing of a mask's size is ever built."""
 
 import math
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ class Affine:
 
     @staticmethod
     def of(terms: dict[int, int], const: int) -> "Affine":
+        """From coefficients by dim; those that are zero go."""
         return Affine(tuple(sorted((d, c) for d, c in terms.items() if c)), const)
 
     def plus(self, other: "Affine", times: int = 1) -> "Affine":
@@ -40,6 +41,10 @@ class Affine:
     def lowest(self, shape: tuple[int, ...]) -> int:
         """Least value over every index of a tensor of this shape."""
         return self.const + sum(min(0, c * (shape[d] - 1)) for d, c in self.terms)
+
+    def without(self, shape: tuple[int, ...]) -> "Affine":
+        """Without the terms of dims of length 1."""
+        return Affine(tuple((d, c) for d, c in self.terms if shape[d] != 1), self.const)
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
@@ -75,8 +80,11 @@ def affine(value: Any) -> Affine | None:
     if not isinstance(value, fx.Node) or value.op != "call_function":
         return None
     spec = value.meta["spec"]
-    if not isinstance(spec, Spec) or spec.is_float or spec.dtype == torch.bool:
+    if not isinstance(spec, Spec) or spec.is_float:
         return None
+    if spec.dtype == torch.bool:
+        known = truth(value)
+        return None if known is None else Affine((), int(known))
     return _affine_call(value)
 
 
@@ -92,6 +100,8 @@ def _affine_call(node: fx.Node) -> Affine | None:
         return affine(args[0])
     if target in VIEWS:
         return _moved(node)
+    if target in (aten.slice.Tensor, aten.cat.default, aten.cumsum.default):
+        return _along(node)
     if target is aten.neg.default:
         inner = affine(args[0])
         return Affine().plus(inner, -1) if inner is not None else None
@@ -115,13 +125,60 @@ def _moved(node: fx.Node) -> Affine | None:
     return Affine.of({d: coefficients.get(s, 0) for d, s in dims.items()}, inner.const)
 
 
+def _along(node: fx.Node) -> Affine | None:
+    """A slice, a join or a running sum along one dim, where the result is affine again."""
+    args: Any = node.args
+    if node.target is aten.cat.default:
+        return _joined(args[0], args[1] - len(shape_of(node)))
+    inner = affine(args[0])
+    if inner is None:
+        return None
+    d = args[1] - len(shape_of(node))
+    if node.target is aten.cumsum.default:
+        return Affine.of({d: inner.const}, inner.const) if not inner.without(shape_of(node)).terms else None
+    step = args[4] if len(args) > 4 else 1
+    terms = dict(inner.terms)
+    slope = terms.pop(d, 0)
+    return Affine.of({**terms, d: slope * step}, inner.const + slope * args[2])
+
+
+def _joined(parts: list[fx.Node], d: int) -> Affine | None:
+    """The one affine function that every part is a piece of; parts of length 1 fit any slope."""
+    lines = [affine(p) for p in parts]
+    if any(line is None for line in lines):
+        return None
+    pieces = [(line, shape_of(p)[d]) for line, p in zip(lines, parts) if line is not None]
+    slope = next((dict(line.terms).get(d, 0) for line, n in pieces if n > 1), None)
+    at, whole = 0, None
+    for line, n in pieces:
+        terms = dict(line.terms)
+        mine = terms.pop(d, 0)
+        if slope is None or (n > 1 and mine != slope):
+            return None
+        here = Affine.of({**terms, d: slope}, line.const - slope * at)
+        if whole not in (None, here):
+            return None
+        whole, at = here, at + n
+    return whole
+
+
+def truth(node: fx.Node) -> bool | None:
+    """True or False where a boolean tensor is that everywhere; None where it varies or is unknown."""
+    known, size = conditions(node), shape_of(node)
+    if known is None:
+        return None
+    if all(c.lowest(size) >= 0 for c in known):
+        return True
+    return False if any(negation(c).lowest(size) >= 0 for c in known) else None
+
+
 def conditions(node: Any) -> list[Affine] | None:
     """The boolean tensor as a conjunction of ``affine >= 0``; None where it is none."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     target, args = node.target, node.args
     if target is aten.full.default:
-        return [] if args[1] else None
+        return [] if args[1] else [Affine((), -1)]
     if target in (aten.bitwise_and.Tensor, aten.logical_and.default):
         x, y = conditions(args[0]), conditions(args[1])
         return x + y if x is not None and y is not None else None
@@ -135,7 +192,19 @@ def conditions(node: Any) -> list[Affine] | None:
         x0, y0 = affine(args[0]), affine(args[1])
         sign, shift = SIGNS[name]
         return [Affine((), shift).plus(x0.plus(y0, -1), sign)] if x0 is not None and y0 is not None else None
-    return None
+    return _equality(name, args) if name in ("eq", "ne") else None
+
+
+def _equality(name: str, args: Any) -> list[Affine] | None:
+    """x == y is x >= y and y >= x; x != y is a conjunction only where the difference is one number."""
+    x, y = affine(args[0]), affine(args[1])
+    if x is None or y is None:
+        return None
+    apart = x.plus(y, -1)
+    if name == "eq":
+        return [apart, Affine().plus(apart, -1)]
+    sizes = torch.broadcast_shapes(*(shape_of(a) for a in args if isinstance(a, fx.Node)))  # type: ignore[no-untyped-call]
+    return [Affine((), abs(apart.const) - 1)] if not apart.without(sizes).terms else None
 
 
 def negation(condition: Affine) -> Affine:
@@ -176,8 +245,27 @@ def element(value: Any, index: tuple[int, ...]) -> Any:
         return element(args[0], _unravel(at, size, shape_of(args[0])))  # type: ignore[arg-type]
     if target in (aten.expand.default, aten._to_copy.default):
         return element(args[0], at)
+    if target in (aten.slice.Tensor, aten.cat.default, aten.cumsum.default):
+        return _element_along(value, list(at))
     operands = [element(a, at) for a in args]
     return target(*(torch.tensor(o) if isinstance(a, fx.Node) else o for o, a in zip(operands, args))).item()  # type: ignore[operator]
+
+
+def _element_along(value: fx.Node, at: list[int]) -> Any:
+    args: Any = value.args
+    if value.target is aten.cat.default:
+        for part in args[0]:
+            n = shape_of(part)[args[1]]
+            if at[args[1]] < n:
+                return element(part, tuple(at))
+            at[args[1]] -= n
+    d = args[1]
+    if value.target is aten.slice.Tensor:
+        at[d] = args[2] + at[d] * (args[4] if len(args) > 4 else 1)
+        return element(args[0], tuple(at))
+    sampled = sorted({0, 1, at[d] // 2, at[d] - 1, at[d]} & set(range(at[d] + 1)))  # the sum of equal terms, sampled
+    terms = {element(args[0], (*at[:d], i, *at[d + 1 :])) for i in sampled}
+    return terms.pop() * (at[d] + 1) if len(terms) == 1 else math.nan
 
 
 def _unravel(at: tuple[int, ...], size: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:

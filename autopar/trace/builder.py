@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -13,15 +13,16 @@ from autopar.ir import edit
 from autopar.ir.program import Spec
 
 Lowering = Callable[..., Any]
+L = TypeVar("L", bound=Lowering)
 LOWERINGS: dict[Any, Lowering] = {}
 aten = torch.ops.aten
 ELEMENT = re.compile(r"(?:[^.]+\.)*?\d+(?:@\d+)?(?=\.|$)")
 
 
-def lowering(*targets: Any) -> Callable[[Lowering], Lowering]:
+def lowering(*targets: Any) -> Callable[[L], L]:
     """Register how ops are brought to normal form: ``f(builder, *args, **kwargs)`` gives the result's node or nodes."""
 
-    def register(function: Lowering) -> Lowering:
+    def register(function: L) -> L:
         LOWERINGS.update(dict.fromkeys(targets, function))
         return function
 
@@ -40,6 +41,11 @@ def dtype(x: fx.Node) -> torch.dtype:
     spec = x.meta["spec"]
     assert isinstance(spec, Spec)
     return spec.dtype
+
+
+def broadcast(*shapes: Any) -> tuple[int, ...]:
+    """The shape that tensors of these shapes broadcast to."""
+    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
 def positive(dim: int, ndim: int) -> int:
@@ -90,7 +96,7 @@ class Builder:
         return None
 
     def here(self, x: fx.Node) -> bool:
-        """Whether ``x`` was made in the layer that is being lowered: rewrites that span layers would make equal ones differ."""
+        """Whether ``x`` was made in the layer being lowered: rewrites across layers would make equal ones differ."""
         return self.like is None or element_of(x.meta.get("call")) == element_of(self.like.meta.get("call"))
 
     def emit(self, target: Any, *args: Any, spec: Any = None, **kwargs: Any) -> fx.Node:
@@ -123,7 +129,9 @@ class Builder:
             if node.op == "placeholder":
                 env[node] = next(places)
             elif node.op == "call_function":
-                call_args, kwargs = tree_map_only(fx.Node, lambda n: env[n], (node.args, dict(node.kwargs)), is_leaf=_is_node)
+                call_args, kwargs = tree_map_only(
+                    fx.Node, lambda n: env[n], (node.args, dict(node.kwargs)), is_leaf=_is_node
+                )
                 env[node] = self.apply(node.target, *call_args, **kwargs)
             elif node.op == "get_attr":
                 env[node] = self.full((), getattr(module, node.target).item(), getattr(module, node.target).dtype)

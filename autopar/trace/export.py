@@ -14,8 +14,9 @@ from torch.export.graph_signature import InputKind, OutputKind
 from autopar.errors import AutoparError, AutoparWarning
 from autopar.ir.program import Param, Spec
 from autopar.trace import places
+from autopar.trace.backward import watched
 from autopar.trace.once import Unsafe, bodies_of, intercepted
-from autopar.trace.prepare import prepared
+from autopar.trace.prepare import prepared, quiet
 from autopar.trace.structure import Node, Structure, scan
 
 Named = tuple[dict[str, Param], dict[str, str]]  # parameters and buffers by first name, and each name's first name
@@ -93,10 +94,12 @@ class _Flat(nn.Module):
             return found[0]
         if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
             return loss.reshape(())
-        if given is None:
+        if given is None or loss is None:
             return None
         what = f"{tuple(loss.shape)} {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise AutoparError("loss-not-scalar", f"loss: got {what}, not one float", "let loss(output) return a scalar float tensor")
+        raise AutoparError(
+            "loss-not-scalar", f"loss: got {what}, not one float", "let loss(output) return a scalar float tensor"
+        )
 
 
 def export(
@@ -110,11 +113,11 @@ def export(
     """The functional graph of the model on ``flat``, and of its loss.
 
     ``once``: layers of one kind are traced once where that is safe, and further ones are nodes with a body.
-    Raises AutoparError ``data-dependent-control-flow``, ``input-mutation``, ``trace-failed``.
+    Raises AutoparError ``data-dependent-control-flow``, ``input-mutation``, ``custom-backward``, ``trace-failed``.
     """
     notes: list[str] = []
     checkpoints: list[str] = []
-    with prepared(model, train, notes, checkpoints), warnings.catch_warnings():
+    with watched(model), prepared(model, train, notes, checkpoints), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         exported = _export_once(model, structure, flat, loss) if once else None
         if exported is None:
@@ -157,9 +160,10 @@ def _body(layer: nn.Module, structure: Structure, flat: list[Tensor]) -> Exporte
 def _export(traced: nn.Module, wrapper: "_Flat", flat: list[Tensor], params: Named) -> Exported:
     wrapper.training = traced.training
     try:
-        program = torch.export.export(wrapper, tuple(flat), strict=False)
-        _inline_no_grad(program.graph_module)
-        program = program.run_decompositions({})
+        with quiet():
+            program = torch.export.export(wrapper, tuple(flat), strict=False)
+            _inline_no_grad(program.graph_module)
+            program = program.run_decompositions({})
     except (AutoparError, Unsafe):
         raise
     except Exception as error:
@@ -178,7 +182,7 @@ def _say_checkpoints(found: list[str], notes: list[str]) -> None:
 
 
 def _inline_no_grad(module: fx.GraphModule) -> None:
-    """Regions under ``torch.no_grad`` become plain nodes whose results are detached; decomposition would forget them."""
+    """Regions under ``torch.no_grad`` become plain nodes with detached results; decomposition would forget them."""
     for node in list(module.graph.nodes):
         if node.op != "call_function" or node.target is not wrap_with_set_grad_enabled:
             continue
@@ -205,7 +209,9 @@ def _copy_before(node: fx.Node, inner: fx.Graph, args: Any) -> list[fx.Node]:
         elif old.op == "output":
             return [env[n] for n in old.args[0]]
         elif old.op != "placeholder":
-            raise AutoparError("unsupported-op", f"{places.module_of(node)}: {old.op} under torch.no_grad", "move it out")
+            raise AutoparError(
+                "unsupported-op", f"{places.module_of(node)}: {old.op} under torch.no_grad", "move it out"
+            )
     return []
 
 

@@ -24,7 +24,7 @@ KEY_AT = {ops.dropout: 2, ops.attention: 8}  # which argument tells random draws
 
 @dataclass
 class Run:
-    """The nodes of one call of an element: ``path`` "layers.3", ``call`` "layers.3" or "layers.3@1" when called again."""
+    """The nodes of one call of an element. ``path``: "layers.3". ``call``: the same, or "layers.3@1" if called again."""
 
     path: str
     call: str
@@ -82,7 +82,7 @@ def element(node: fx.Node, depth: int) -> str | None:
 
 
 def plan(nodes: list[fx.Node], depth: int) -> list[Run]:
-    """The runs that become calls: of the outermost lists that repeat; of lists of several elements where nothing does."""
+    """The runs that become calls: of the outermost lists that repeat; of any list where nothing does."""
     runs = [Run(_plain(call), call, list(group)) for call, group in groupby(nodes, lambda n: element(n, depth)) if call]
     out: list[Run] = []
     by_list: dict[str, list[Run]] = {}

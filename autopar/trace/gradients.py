@@ -18,5 +18,7 @@ def mark_differentiable(graph: fx.Graph, params: Mapping[str, Param]) -> None:
                 node.meta["diff"] = kind in ("parameter", "input") and spec.is_float
         elif node.op == "call_function":
             floats = any(s is not None and s.is_float for s in (spec if isinstance(spec, tuple) else (spec,)))
-            flows = node.target is not torch.ops.aten.detach.default and any(n.meta["diff"] for n in node.all_input_nodes)
+            flows = node.target is not torch.ops.aten.detach.default and any(
+                n.meta["diff"] for n in node.all_input_nodes
+            )
             node.meta["diff"] = floats and flows

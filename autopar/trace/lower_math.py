@@ -5,10 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.trace.builder import Builder, aten, dims_of, dtype, lowering, positive, shape
+from autopar.trace.affine import truth
+from autopar.trace.builder import Builder, aten, broadcast, dims_of, dtype, lowering, positive, shape
 
 
-def _plus(b: Builder, target: Any, x: fx.Node, y: Any, alpha: Any) -> fx.Node:
+def _sum_of(b: Builder, target: Any, x: fx.Node, y: Any, alpha: Any) -> fx.Node:
     """x ± alpha y; adding an integer zero to integers is nothing."""
     if isinstance(y, fx.Node) and alpha != 1:
         y = b.emit(aten.mul.Tensor, y, alpha)
@@ -20,19 +21,23 @@ def _plus(b: Builder, target: Any, x: fx.Node, y: Any, alpha: Any) -> fx.Node:
 
 
 @lowering(aten.add.Tensor, aten.add.Scalar)
-def plus(b: Builder, x: fx.Node, y: Any, alpha: Any = 1) -> fx.Node:
-    return _plus(b, aten.add.Tensor, x, y, alpha)
+def _plus(b: Builder, x: fx.Node, y: Any, alpha: Any = 1) -> fx.Node:
+    return _sum_of(b, aten.add.Tensor, x, y, alpha)
 
 
 @lowering(aten.sub.Tensor, aten.sub.Scalar)
-def minus(b: Builder, x: fx.Node, y: Any, alpha: Any = 1) -> fx.Node:
-    return _plus(b, aten.sub.Tensor, x, y, alpha)
+def _minus(b: Builder, x: fx.Node, y: Any, alpha: Any = 1) -> fx.Node:
+    return _sum_of(b, aten.sub.Tensor, x, y, alpha)
 
 
 @lowering(aten.rsub.Scalar, aten.rsub.Tensor)
-def rsub(b: Builder, x: fx.Node, y: Any, alpha: Any = 1) -> fx.Node:
+def _rsub(b: Builder, x: fx.Node, y: Any, alpha: Any = 1) -> fx.Node:
     x = x if alpha == 1 else b.emit(aten.mul.Tensor, x, alpha)
-    return b.emit(aten.sub.Tensor, y, x) if isinstance(y, fx.Node) else b.emit(aten.add.Tensor, b.emit(aten.neg.default, x), y)
+    return (
+        b.emit(aten.sub.Tensor, y, x)
+        if isinstance(y, fx.Node)
+        else b.emit(aten.add.Tensor, b.emit(aten.neg.default, x), y)
+    )
 
 
 @lowering(aten.mul.Tensor, aten.mul.Scalar)
@@ -43,67 +48,75 @@ def mul(b: Builder, x: fx.Node, y: Any) -> fx.Node:
     return b.emit(aten.mul.Tensor, x, y)
 
 
+@lowering(aten.matmul.default)
+def matmul(b: Builder, x: fx.Node, y: fx.Node) -> fx.Node:
+    """A product with a matrix that was transposed is a ``linear``."""
+    if y.target is aten.permute.default and len(shape(y)) == 2 and b.here(y):
+        return b.emit(aten.linear.default, x, y.args[0])
+    return b.emit(aten.matmul.default, x, y)
+
+
 @lowering(aten.div.Scalar)
-def div(b: Builder, x: fx.Node, y: Any) -> fx.Node:
+def _div(b: Builder, x: fx.Node, y: Any) -> fx.Node:
     return b.emit(aten.div.Tensor, x, y)
 
 
 def _both(b: Builder, x: fx.Node, y: fx.Node) -> fx.Node:
-    """x and y; with a constant True it is the other."""
+    """x and y; where one is true everywhere it is the other."""
     for one, other in ((x, y), (y, x)):
-        if one.target is aten.full.default and dtype(one) == dtype(other) == torch.bool and one.args[1]:
-            return b.expand(other, torch.broadcast_shapes(shape(one), shape(other)))
+        if dtype(one) == dtype(other) == torch.bool and truth(one):
+            return b.expand(other, broadcast(shape(one), shape(other)))
     return b.emit(aten.bitwise_and.Tensor, x, y)
 
 
 @lowering(aten.logical_and.default)
-def logical_and(b: Builder, x: fx.Node, y: fx.Node) -> fx.Node:
+def _logical_and(b: Builder, x: fx.Node, y: fx.Node) -> fx.Node:
     return _both(b, x, y) if dtype(x) == dtype(y) == torch.bool else b.emit(aten.logical_and.default, x, y)
 
 
 @lowering(aten.__and__.Tensor, aten.bitwise_and.Tensor)
-def and_(b: Builder, x: fx.Node, y: fx.Node) -> fx.Node:
+def _and(b: Builder, x: fx.Node, y: fx.Node) -> fx.Node:
     return _both(b, x, y)
 
 
 @lowering(aten.__or__.Tensor)
-def or_(b: Builder, x: fx.Node, y: fx.Node) -> fx.Node:
+def _or(b: Builder, x: fx.Node, y: fx.Node) -> fx.Node:
     return b.emit(aten.bitwise_or.Tensor, x, y)
 
 
 @lowering(aten.addcmul.default)
-def addcmul(b: Builder, x: fx.Node, y: fx.Node, z: fx.Node, *, value: Any = 1) -> fx.Node:
-    return plus(b, x, mul(b, b.emit(aten.mul.Tensor, y, z), value))
+def _addcmul(b: Builder, x: fx.Node, y: fx.Node, z: fx.Node, *, value: Any = 1) -> fx.Node:
+    return _plus(b, x, mul(b, b.emit(aten.mul.Tensor, y, z), value))
 
 
 @lowering(aten.addcdiv.default)
-def addcdiv(b: Builder, x: fx.Node, y: fx.Node, z: fx.Node, *, value: Any = 1) -> fx.Node:
-    return plus(b, x, mul(b, b.emit(aten.div.Tensor, y, z), value))
+def _addcdiv(b: Builder, x: fx.Node, y: fx.Node, z: fx.Node, *, value: Any = 1) -> fx.Node:
+    return _plus(b, x, mul(b, b.emit(aten.div.Tensor, y, z), value))
 
 
 @lowering(aten.baddbmm.default)
 def baddbmm(b: Builder, x: fx.Node, y: fx.Node, z: fx.Node, *, beta: Any = 1, alpha: Any = 1) -> fx.Node:
     """beta x + alpha y z."""
     product = mul(b, b.emit(aten.bmm.default, y, z), alpha)
-    return product if beta == 0 else plus(b, mul(b, x, beta), product)
+    return product if beta == 0 else _plus(b, mul(b, x, beta), product)
 
 
 @lowering(aten.addbmm.default)
-def addbmm(b: Builder, x: fx.Node, y: fx.Node, z: fx.Node, *, beta: Any = 1, alpha: Any = 1) -> fx.Node:
+def _addbmm(b: Builder, x: fx.Node, y: fx.Node, z: fx.Node, *, beta: Any = 1, alpha: Any = 1) -> fx.Node:
     product = mul(b, total(b, b.emit(aten.bmm.default, y, z), [0]), alpha)
-    return product if beta == 0 else plus(b, mul(b, x, beta), product)
+    return product if beta == 0 else _plus(b, mul(b, x, beta), product)
 
 
 @lowering(aten.addmm.default)
-def addmm(b: Builder, x: fx.Node, y: fx.Node, z: fx.Node, *, beta: Any = 1, alpha: Any = 1) -> fx.Node:
+def _addmm(b: Builder, x: fx.Node, y: fx.Node, z: fx.Node, *, beta: Any = 1, alpha: Any = 1) -> fx.Node:
     if beta == 1 and alpha == 1:
         return b.emit(aten.addmm.default, x, y, z)
     product = mul(b, b.emit(aten.mm.default, y, z), alpha)
-    return product if beta == 0 else plus(b, mul(b, x, beta), product)
+    return product if beta == 0 else _plus(b, mul(b, x, beta), product)
 
 
 @lowering(aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
-def where_scalar(b: Builder, condition: fx.Node, x: Any, y: Any) -> fx.Node:
+def _where_scalar(b: Builder, condition: fx.Node, x: Any, y: Any) -> fx.Node:
     return b.emit(aten.where.self, condition, *_numbers_to_tensors(b, x, y))
 
 
@@ -115,8 +128,8 @@ def _numbers_to_tensors(b: Builder, x: Any, y: Any) -> list[fx.Node]:
 
 
 @lowering(aten.masked_fill.Tensor)
-def masked_fill(b: Builder, x: fx.Node, mask: fx.Node, value: fx.Node) -> fx.Node:
-    wide = torch.broadcast_shapes(shape(x), shape(mask))
+def _masked_fill(b: Builder, x: fx.Node, mask: fx.Node, value: fx.Node) -> fx.Node:
+    wide = broadcast(shape(x), shape(mask))
     return b.expand(b.emit(aten.where.self, mask, b.cast(value, dtype(x)), x), wide)
 
 
@@ -136,17 +149,19 @@ def total(b: Builder, x: fx.Node, dim: Any = None, keepdim: bool = False, *, dty
 
 
 @lowering(aten.amax.default, aten.max.default)
-def largest(b: Builder, x: fx.Node, dim: Any = None, keepdim: bool = False) -> fx.Node:
+def _largest(b: Builder, x: fx.Node, dim: Any = None, keepdim: bool = False) -> fx.Node:
     return b.emit(aten.amax.default, x, dims_of(dim, len(shape(x))), keepdim)
 
 
 @lowering(aten.amin.default, aten.min.default)
-def smallest(b: Builder, x: fx.Node, dim: Any = None, keepdim: bool = False) -> fx.Node:
+def _smallest(b: Builder, x: fx.Node, dim: Any = None, keepdim: bool = False) -> fx.Node:
     return b.emit(aten.amin.default, x, dims_of(dim, len(shape(x))), keepdim)
 
 
 @lowering(aten.linalg_vector_norm.default)
-def vector_norm(b: Builder, x: fx.Node, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> fx.Node:
+def _vector_norm(
+    b: Builder, x: fx.Node, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> fx.Node:
     x = b.cast(x, dtype) if dtype is not None else x
     return b.emit(aten.linalg_vector_norm.default, x, p, dims_of(dim, len(shape(x))), keepdim)
 
@@ -161,7 +176,9 @@ def _variance(x: Tensor, dims: list[int], correction: float, keepdim: bool) -> T
 
 
 @lowering(aten.var.default, aten.var.dim, aten.var.correction)
-def var(b: Builder, x: fx.Node, *args: Any, correction: Any = None, keepdim: bool = False, unbiased: bool = True) -> fx.Node:
+def var(
+    b: Builder, x: fx.Node, *args: Any, correction: Any = None, keepdim: bool = False, unbiased: bool = True
+) -> fx.Node:
     """A variance, in means and squares. The positional forms are (unbiased) and (dim, unbiased, keepdim)."""
     dim, unbiased, keepdim = _var_args(args, unbiased, keepdim)
     correction = (1 if unbiased else 0) if correction is None else correction
@@ -177,19 +194,19 @@ def _var_args(args: tuple[Any, ...], unbiased: bool, keepdim: bool) -> tuple[Any
 
 
 @lowering(aten.std.default, aten.std.dim, aten.std.correction)
-def std(b: Builder, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
+def _std(b: Builder, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
     return b.emit(aten.sqrt.default, var(b, x, *args, **kwargs))
 
 
 @lowering(aten.var_mean.correction, aten.var_mean.dim, aten.var_mean.default)
-def var_mean(b: Builder, x: fx.Node, *args: Any, **kwargs: Any) -> tuple[fx.Node, fx.Node]:
+def _var_mean(b: Builder, x: fx.Node, *args: Any, **kwargs: Any) -> tuple[fx.Node, fx.Node]:
     dim, _, keepdim = _var_args(args, True, kwargs.get("keepdim", False))
     return var(b, x, *args, **kwargs), mean(b, x, dim, keepdim)
 
 
 @lowering(aten.std_mean.correction, aten.std_mean.dim, aten.std_mean.default)
-def std_mean(b: Builder, x: fx.Node, *args: Any, **kwargs: Any) -> tuple[fx.Node, fx.Node]:
-    variance, middle = var_mean(b, x, *args, **kwargs)
+def _std_mean(b: Builder, x: fx.Node, *args: Any, **kwargs: Any) -> tuple[fx.Node, fx.Node]:
+    variance, middle = _var_mean(b, x, *args, **kwargs)
     return b.emit(aten.sqrt.default, variance), middle
 
 
@@ -216,7 +233,13 @@ def group_norm(b: Builder, x: fx.Node, groups: int, w: Any = None, bias: Any = N
 
 
 def _batch_norm_train(
-    x: Tensor, w: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, momentum: float, eps: float
+    x: Tensor,
+    w: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    momentum: float,
+    eps: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Statistics of the batch, and the running ones moved towards them (with the unbiased variance)."""
     acc = torch.promote_types(x.dtype, torch.float32)
@@ -230,7 +253,9 @@ def _batch_norm_train(
     if mean is None or var is None:
         return y, None, None
     new_mean = mean * (1 - momentum) + middle.reshape(-1).detach().to(mean.dtype) * momentum
-    new_var = var * (1 - momentum) + spread.reshape(-1).detach().to(var.dtype) * (momentum * (n / (n - 1) if n > 1 else float("nan")))
+    new_var = var * (1 - momentum) + spread.reshape(-1).detach().to(var.dtype) * (
+        momentum * (n / (n - 1) if n > 1 else float("nan"))
+    )
     return y, new_mean, new_var
 
 
@@ -252,13 +277,20 @@ def batch_norm_functional(
 
 
 @lowering(aten._native_batch_norm_legit.no_stats)
-def batch_norm_no_stats(b: Builder, x: fx.Node, w: Any, bias: Any, training: bool, momentum: float, eps: float) -> Any:
+def _batch_norm_no_stats(b: Builder, x: fx.Node, w: Any, bias: Any, training: bool, momentum: float, eps: float) -> Any:
     return b.inline(_batch_norm_train, x, w, bias, None, None, momentum, eps)[0], None, None
 
 
 @lowering(aten._native_batch_norm_legit_no_training.default)
-def batch_norm_eval(b: Builder, x: fx.Node, w: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float) -> Any:
+def _batch_norm_fixed(
+    b: Builder, x: fx.Node, w: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float
+) -> Any:
     return b.inline(_batch_norm_eval, x, w, bias, mean, var, eps), None, None
+
+
+@lowering(aten.native_batch_norm.default)
+def _native_batch_norm(b: Builder, x: fx.Node, w: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:
+    return batch_norm(b, x, w, bias, mean, var, *rest), None, None
 
 
 @lowering(aten.batch_norm.default)
@@ -271,12 +303,12 @@ def batch_norm(b: Builder, x: fx.Node, w: Any, bias: Any, mean: Any, var: Any, t
 
 
 @lowering(aten.softmax.int, aten._softmax.default)
-def softmax(b: Builder, x: fx.Node, dim: int, to: Any = None) -> fx.Node:
+def _softmax(b: Builder, x: fx.Node, dim: int, to: Any = None) -> fx.Node:
     return _soft(b, aten.softmax.int, x, dim, to)
 
 
 @lowering(aten.log_softmax.int, aten._log_softmax.default)
-def log_softmax(b: Builder, x: fx.Node, dim: int, to: Any = None) -> fx.Node:
+def _log_softmax(b: Builder, x: fx.Node, dim: int, to: Any = None) -> fx.Node:
     return _soft(b, aten.log_softmax.int, x, dim, to)
 
 

@@ -12,17 +12,16 @@ from autopar.ir.program import Spec
 from autopar.trace.builder import Builder, aten, dtype, lowering, positive, shape
 
 
-
 @lowering(aten.dropout.default)
-def dropout(b: Builder, x: fx.Node, p: float, train: bool) -> fx.Node:
+def _dropout(b: Builder, x: fx.Node, p: float, train: bool) -> fx.Node:
     if not train or p == 0:
         return x
     return b.emit(ops.dropout, x, float(p), b.key(), spec=x.meta["spec"])
 
 
 @lowering(aten.native_dropout.default)
-def native_dropout(b: Builder, x: fx.Node, p: float, train: bool | None) -> tuple[fx.Node, None]:
-    return dropout(b, x, p, train is not False), None
+def _native_dropout(b: Builder, x: fx.Node, p: float, train: bool | None) -> tuple[fx.Node, None]:
+    return _dropout(b, x, p, train is not False), None
 
 
 @lowering(aten.feature_dropout.default)
@@ -31,11 +30,13 @@ def feature_dropout(b: Builder, x: fx.Node, p: float, train: bool) -> fx.Node:
     if not train or p == 0:
         return x
     ones = b.full((*shape(x)[:2], *(1 for _ in shape(x)[2:])), 1, dtype(x))
-    return b.emit(aten.mul.Tensor, x, dropout(b, ones, p, train))
+    return b.emit(aten.mul.Tensor, x, _dropout(b, ones, p, train))
 
 
 @lowering(aten.embedding.default)
-def embedding(b: Builder, w: fx.Node, ids: fx.Node, padding: int = -1, by_freq: bool = False, sparse: bool = False) -> Any:
+def _embedding(
+    b: Builder, w: fx.Node, ids: fx.Node, padding: int = -1, by_freq: bool = False, sparse: bool = False
+) -> Any:
     if by_freq or sparse:
         where = b.like.meta["module"] if b.like is not None else ""
         raise AutoparError("unsupported-op", f"{where}: embedding with scale_grad_by_freq or sparse", "switch both off")
@@ -104,7 +105,7 @@ def _classes_last(b: Builder, x: fx.Node) -> fx.Node:
 
 
 def _reduced(b: Builder, loss: fx.Node, target: fx.Node, reduction: int, ignore_index: int) -> fx.Node:
-    """Token losses to their mean over the targets that count, their sum, or as they are. Half precision adds up in float32."""
+    """The mean over the targets that count, the sum, or the losses as they are. Half precision adds up in float32."""
     if reduction == 0:
         return loss
     every = list(range(len(shape(loss))))
@@ -128,7 +129,7 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Class indices: one ``token_loss`` and its reduction. Class weights, smoothing and probabilities: as torch composes them."""
+    """Class indices: ``token_loss`` and its reduction. Weights, smoothing, probabilities: as torch composes them."""
     if target.meta["spec"].is_float and shape(target) == shape(x):
         return b.inline(_soft_targets, x, target, weight, reduction, label_smoothing)
     if weight is not None or label_smoothing:
@@ -162,7 +163,7 @@ def _weighted(
     picked = logp.gather(-1, index.unsqueeze(-1)).squeeze(-1)
     w = torch.where(seen, weight[index] if weight is not None else 1.0, 0.0).to(x.dtype)
     nll = -picked * w
-    total = w.sum() if reduction == 1 else None
+    total = w.sum()
     nll = nll if reduction == 0 else nll.sum() if reduction == 2 else nll.sum() / total
     if not smoothing:
         return nll
@@ -179,12 +180,13 @@ def nll_loss(
     """Of a log_softmax: cross entropy of its input. Of other log-probabilities: a gather."""
     dim = positive(1, len(shape(x))) if len(shape(x)) > 1 else 0
     if x.target is aten.log_softmax.int and x.args[1] == dim:
-        return cross_entropy(b, x.args[0], target, weight, reduction, ignore_index)  # type: ignore[arg-type]
+        inner: Any = x.args[0]
+        return cross_entropy(b, inner, target, weight, reduction, ignore_index)
     return b.inline(_nll, x, target, weight, reduction, ignore_index)
 
 
 @lowering(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
-def nll_loss_forward(b: Builder, x: fx.Node, target: fx.Node, weight: Any, reduction: int, ignore_index: int) -> Any:
+def _nll_loss_forward(b: Builder, x: fx.Node, target: fx.Node, weight: Any, reduction: int, ignore_index: int) -> Any:
     return nll_loss(b, x, target, weight, reduction, ignore_index), None
 
 
@@ -233,32 +235,32 @@ def _bce_logits(x: Tensor, y: Tensor, weight: Tensor | None, positive: Tensor | 
 
 
 @lowering(aten.mse_loss.default)
-def mse_loss(b: Builder, x: fx.Node, y: fx.Node, reduction: int = 1) -> Any:
+def _mse_loss(b: Builder, x: fx.Node, y: fx.Node, reduction: int = 1) -> Any:
     return b.inline(_mse, x, y, reduction)
 
 
 @lowering(aten.l1_loss.default)
-def l1_loss(b: Builder, x: fx.Node, y: fx.Node, reduction: int = 1) -> Any:
+def _l1_loss(b: Builder, x: fx.Node, y: fx.Node, reduction: int = 1) -> Any:
     return b.inline(_l1, x, y, reduction)
 
 
 @lowering(aten.smooth_l1_loss.default)
-def smooth_l1_loss(b: Builder, x: fx.Node, y: fx.Node, reduction: int = 1, beta: float = 1.0) -> Any:
+def _smooth_l1_loss(b: Builder, x: fx.Node, y: fx.Node, reduction: int = 1, beta: float = 1.0) -> Any:
     return b.inline(_smooth_l1, x, y, reduction, beta)
 
 
 @lowering(aten.huber_loss.default)
-def huber_loss(b: Builder, x: fx.Node, y: fx.Node, reduction: int = 1, delta: float = 1.0) -> Any:
+def _huber_loss(b: Builder, x: fx.Node, y: fx.Node, reduction: int = 1, delta: float = 1.0) -> Any:
     return b.inline(_huber, x, y, reduction, delta)
 
 
 @lowering(aten.binary_cross_entropy.default)
-def bce(b: Builder, x: fx.Node, y: fx.Node, weight: Any = None, reduction: int = 1) -> Any:
+def _bce_loss(b: Builder, x: fx.Node, y: fx.Node, weight: Any = None, reduction: int = 1) -> Any:
     return b.inline(_bce, x, y, weight, reduction)
 
 
 @lowering(aten.binary_cross_entropy_with_logits.default)
-def bce_logits(b: Builder, x: fx.Node, y: fx.Node, weight: Any = None, positive: Any = None, reduction: int = 1) -> Any:
+def _bce_logits_loss(
+    b: Builder, x: fx.Node, y: fx.Node, weight: Any = None, positive: Any = None, reduction: int = 1
+) -> Any:
     return b.inline(_bce_logits, x, y, weight, positive, reduction)
-
-

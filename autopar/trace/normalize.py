@@ -1,12 +1,11 @@
 """An exported graph to normal form: functional, few ops, explicit sizes, dims counted from the front.
 
-The lowerings are in ``lower_shape`` (views, cuts, constants), ``lower_math`` (reductions, norms, arithmetic) and
-``lower_nn`` (attention, dropout, losses). An op without a lowering stays as it is, or is written in smaller ones
-where torch itself composes it.
+The lowerings are in ``lower_shape`` (views, cuts), ``lower_make`` (constants, indexing), ``lower_math`` (reductions,
+norms, arithmetic) and ``lower_nn`` (attention, dropout, losses). An op without a lowering stays as it is, or is
+written in smaller ones where torch itself composes it.
 """
 
 import operator
-import re
 from typing import Any
 
 import torch
@@ -16,13 +15,13 @@ from torch.utils._pytree import tree_map_only
 from autopar.errors import AutoparError
 from autopar.ir import edit
 from autopar.ir.program import Spec
-from autopar.trace import lower_math, lower_nn, lower_shape, places
+from autopar.trace import lower_make, lower_math, lower_nn, lower_shape, places
 from autopar.trace.builder import LOWERINGS, Builder
 from autopar.trace.export import Exported
 from autopar.trace.splice import LAYER, Layers
 
 aten = torch.ops.aten
-assert lower_math and lower_nn and lower_shape  # imported for what they register
+assert lower_make and lower_math and lower_nn and lower_shape  # imported for what they register
 
 KEPT = {  # composed by torch, but whole in the IR because a rule or a kernel knows them whole
     aten.linear.default,
@@ -56,7 +55,8 @@ def normalize(exported: Exported) -> fx.Graph:
         elif node.op == "output":
             build.graph.output(tuple(env[n] for n in node.args[0]))
         else:
-            raise AutoparError("unsupported-op", f"{places.module_of(node)}: {node.op} {node.target}", "pass tensors, keep modules in the model")
+            what = f"{places.module_of(node)}: {node.op} {node.target}"
+            raise AutoparError("unsupported-op", what, "pass tensors, and keep modules in the model")
     edit.drop_dead(build.graph)
     return build.graph
 
@@ -78,8 +78,8 @@ def _placeholder(build: Builder, node: fx.Node, exported: Exported) -> fx.Node:
     value = exported.constants.get(name)
     if value is None:
         return build.params[name]
-    if value.ndim == 0 and not value.is_meta:
-        return build.full((), value.item(), value.dtype)
+    if value.numel() == 1 and not value.is_meta:
+        return build.full(value.shape, value.item(), value.dtype)
     known = build.constant(value)
     if known is None:
         known = build.placeholder(name, spec, param=name)
@@ -103,14 +103,17 @@ def lower(build: Builder, target: Any, args: tuple[Any, ...], kwargs: dict[str, 
     kwargs = {k: v for k, v in kwargs.items() if k not in DEVICE_KWARGS}
     if target is operator.getitem:
         source, index = args
-        return source[index] if isinstance(source, (list, tuple)) else build.emit(*(target, source, index), spec=source.meta["spec"][index])
+        if isinstance(source, (list, tuple)):
+            return source[index]
+        return build.emit(target, source, index, spec=source.meta["spec"][index])
     if not isinstance(target, torch._ops.OpOverload):
-        raise AutoparError("unsupported-op", f"{_place(build)}: {getattr(target, '__name__', target)}", "write it with plain tensor ops")
+        what = f"{_place(build)}: {getattr(target, '__name__', target)}"
+        raise AutoparError("unsupported-op", what, "write it with plain tensor ops")
     if target._schema.name.split("::")[1] in IGNORED:
         return None
     if target in LOWERINGS:
         return LOWERINGS[target](build, *args, **kwargs)
-    if target not in KEPT and torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd"):
+    if target not in KEPT and _is_composed(target):
         return _compose(build, target, args, kwargs)
     if torch.Tag.nondeterministic_seeded in target.tags:
         raise AutoparError(
@@ -121,6 +124,11 @@ def lower(build: Builder, target: Any, args: tuple[Any, ...], kwargs: dict[str, 
     if target._schema.is_mutable:
         raise AutoparError("unsupported-op", f"{_place(build)}: {target} writes in place", "use its functional form")
     return build.emit(target, *_positive_dims(target, args), **kwargs)
+
+
+def _is_composed(target: Any) -> bool:
+    """Whether torch itself writes the op in other ops."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd"))
 
 
 def _compose(build: Builder, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -152,14 +160,15 @@ def _positive_dims(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _refuse_symbolic(node: fx.Node) -> None:
     val = node.meta.get("val")
-    symbolic = isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) or (
-        isinstance(val, torch.Tensor) and any(isinstance(s, torch.SymInt) and not s.node.is_constant() for s in val.shape)
+    sizes = val.shape if isinstance(val, torch.Tensor) else ()
+    symbolic = isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) or any(
+        isinstance(s, torch.SymInt) and not s.node.is_constant() for s in sizes
     )
     if symbolic:
         raise AutoparError(
             "data-dependent-control-flow",
-            f"{node.meta['module']}: {node.meta['source']}: {node.target} gives a size or number that depends on a tensor's values",
-            "keep it a tensor (torch.where, masked_fill), use torch.cond, or compute it outside and pass it as a Python value",
+            f"{node.meta['module']}: {node.meta['source']}: {node.target} gives a number that depends on tensor values",
+            "keep it a tensor (torch.where, torch.cond), or compute it outside and pass it as a Python value",
         )
 
 

@@ -1,4 +1,4 @@
-"""Layers of one kind are traced once: the model's own forward runs whole, but all calls but the first of a kind are one node.
+"""Layers of one kind are traced once: the model's forward runs whole, but calls after the first are single nodes.
 
 What the model does around its layers (which mask for which index, what it collects) is therefore seen as it is.
 The nodes are replaced by the kind's graph, traced by itself, when the graph is normalized.
@@ -36,7 +36,7 @@ def empty(like: Look) -> Tensor:
 
 @torch.library.custom_op("autopar::layer", mutates_args=())
 def layer(inputs: list[Tensor], looks: str, path: str) -> list[Tensor]:
-    """A call of the layer at ``path``, not looked into. Exists in exported graphs only; ``looks`` describes its results."""
+    """A call of the layer at ``path``, not looked into. In exported graphs only; ``looks`` describes its results."""
     raise NotImplementedError(f"autopar::layer at {path} is a node of a trace and computes nothing")
 
 
@@ -45,17 +45,23 @@ def _(inputs: list[Tensor], looks: str, path: str) -> list[Tensor]:
     return [empty(one) for one in _read(looks)]
 
 
+def _joined(sizes: tuple[int, ...]) -> str:
+    return "x".join(map(str, sizes))
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split("x") if n)
+
+
 def _write(looks: list[Look]) -> str:
-    sizes = lambda v: "x".join(map(str, v))  # noqa: E731
-    return ";".join(f"{sizes(shape)}|{sizes(stride)}|{dtype}|{device}" for shape, stride, dtype, device in looks)
+    return ";".join(f"{_joined(shape)}|{_joined(stride)}|{dtype}|{device}" for shape, stride, dtype, device in looks)
 
 
 def _read(text: str) -> list[Look]:
-    sizes = lambda v: tuple(map(int, filter(None, v.split("x"))))  # noqa: E731
     out: list[Look] = []
     for part in text.split(";"):
         shape, stride, dtype, device = part.split("|")
-        out.append((sizes(shape), sizes(stride), dtype, device))
+        out.append((_sizes(shape), _sizes(stride), dtype, device))
     return out
 
 
@@ -71,7 +77,10 @@ class Call:
 
 @dataclass
 class Calls:
-    """What the interception of a model's layers saw. ``uses``: path of each call that became a node, to how it was called."""
+    """What the interception of a model's layers saw.
+
+    ``uses``: path of each layer whose call became a node, and how it was called. ``hidden``: those without parameters.
+    """
 
     kinds: dict[str, Hashable]
     known: dict[Hashable, Call | None] = field(default_factory=dict)
@@ -80,8 +89,10 @@ class Calls:
 
 
 class Guarded(dict[str, Any]):
-    """Stands for the parameters or submodules of a layer that is not looked into: empty, except that the model's own
-    forward may not notice. Looking into it raises Unsafe while ``watch`` is not empty."""
+    """Stands for the parameters or submodules of a layer that is not looked into.
+
+    It is empty, which the model's own forward may not see: while ``watch`` is not empty, looking raises Unsafe.
+    """
 
     watch: list[bool]
 
@@ -102,14 +113,17 @@ class Guarded(dict[str, Any]):
         return super().__contains__(key)
 
     def items(self) -> Any:
+        """Pairs, of which there are none."""
         self._guard()
         return super().items()
 
     def values(self) -> Any:
+        """Values, of which there are none."""
         self._guard()
         return super().values()
 
     def keys(self) -> Any:
+        """Names, of which there are none."""
         self._guard()
         return super().keys()
 
@@ -118,7 +132,7 @@ class Guarded(dict[str, Any]):
 def intercepted(model: nn.Module, hide: bool, watch: list[bool]) -> Iterator[Calls]:
     """While the context lasts, only the first call of each kind of layer runs; the further ones are nodes.
 
-    ``hide``: layers that are not the first of their kind have no parameters meanwhile, which spares the export their number.
+    ``hide``: layers that are not the first of their kind have no parameters meanwhile, so that the export is short.
     """
     calls = Calls(repeated(model))
     modules = {path: model.get_submodule(path) for path in calls.kinds}
@@ -205,8 +219,8 @@ class Bodies:
     def of(self, element: nn.Module, kind: Hashable, call: Call, watched: set[Attribute]) -> Any:
         """The graph of an element: one already made where it looked at equal numbers only, else a new one."""
         mine = numbers(element)
-        for made_call, made_kind, read, body in self.made:
-            if made_call is call and made_kind == kind and all(mine.get(a) == v for a, v in read.items()):
+        for its_call, its_kind, read, body in self.made:
+            if its_call is call and its_kind == kind and all(mine.get(a) == v for a, v in read.items()):
                 return body
         structure = Structure(call.structure.args, call.structure.kwargs, ())
         with recording(element, watched) as seen:
@@ -218,15 +232,15 @@ class Bodies:
         return body
 
 
-def bodies_of(model: nn.Module, calls: Calls, export: Callable[[nn.Module, Structure, list[Tensor]], Any]) -> dict[str, Any]:
+def bodies_of(
+    model: nn.Module, calls: Calls, export: Callable[[nn.Module, Structure, list[Tensor]], Any]
+) -> dict[str, Any]:
     """The graph of each layer whose call is a node, by path. Raises Unsafe."""
     made = Bodies(export)
     values: dict[Hashable, list[dict[Attribute, Any]]] = {}
     for path, kind in calls.kinds.items():
         values.setdefault(kind, []).append(numbers(model.get_submodule(path)))
-    watched = {
-        kind: {a for a in group[0] if any(g.get(a, None) != group[0][a] for g in group)} for kind, group in values.items()
-    }
+    watched = {k: {a for a, v in group[0].items() if any(g.get(a) != v for g in group)} for k, group in values.items()}
     return {
         path: made.of(model.get_submodule(path), calls.kinds[path], call, watched[calls.kinds[path]])
         for path, call in calls.uses.items()

@@ -50,12 +50,11 @@ def explain(error: BaseException, model: nn.Module) -> AutoparError:
         return AutoparError(
             "data-dependent-control-flow",
             f"{where}: the path taken depends on a tensor's values",
-            "choose with torch.where, or torch.cond for whole branches; or compute the flag outside and pass it as a bool",
+            "choose with torch.where (torch.cond for whole branches), or compute the flag outside and pass a bool",
         )
     text = str(error).strip().splitlines() or [""]
-    return AutoparError(
-        "trace-failed", f"{where}: {type(error).__name__}: {text[0]}", "make this line traceable by torch.export(strict=False)"
-    )
+    what = f"{where}: {type(error).__name__}: {text[0]}"
+    return AutoparError("trace-failed", what, "make this line traceable by torch.export(strict=False)")
 
 
 def chain(error: BaseException | None) -> list[BaseException]:
@@ -69,10 +68,8 @@ def chain(error: BaseException | None) -> list[BaseException]:
 
 def _is_data_dependent(error: BaseException) -> bool:
     kinds = ("DataDependent", "GuardOnDataDependentSymNode", "DynamicOutputShape", "PendingUnbackedSymbolNotFound")
-    for e in chain(error):
-        if any(k in type(e).__name__ for k in kinds) or "data-dependent" in str(e).lower():
-            return True
-    return False
+    named = any(k in type(e).__name__ for e in chain(error) for k in kinds)
+    return named or any("data-dependent" in str(e).lower() for e in chain(error))
 
 
 def _user_frame(error: BaseException) -> tuple[FrameType | None, int]:
@@ -93,6 +90,6 @@ def _where(frame: FrameType, line: int, model: nn.Module) -> str:
     owner: Any = frame.f_locals["self"]
     path = next((n for n, m in model.named_modules() if m is owner), "")
     file = frame.f_code.co_filename
-    code = linecache.getline(file, line).strip()
+    code = linecache.getline(file, line).strip().rstrip(":")
     name = f"{type(owner).__name__}.{frame.f_code.co_name}"
     return f"{path or 'the model'} / {name}: {os.path.basename(file)}:{line}: {code}"

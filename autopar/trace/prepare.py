@@ -1,7 +1,10 @@
 """The state a model is put into while it is traced, and out of again."""
 
+import io
+import logging
+import sys
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from typing import Any
 
 import torch
@@ -21,6 +24,20 @@ def prepared(model: nn.Module, train: bool, notes: list[str], checkpoints: list[
         stack.enter_context(_no_checkpoint(checkpoints))
         stack.enter_context(_no_fastpath())
         yield
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Holds back what export prints of a failure, which the error says better; what a model prints is let out."""
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level, text = logger.level, io.StringIO()
+    try:
+        logger.setLevel(logging.CRITICAL)
+        with redirect_stderr(text):
+            yield
+    finally:
+        logger.setLevel(level)
+    sys.stderr.write(text.getvalue())
 
 
 @contextmanager

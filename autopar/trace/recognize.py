@@ -26,7 +26,7 @@ def recognize_masks(graph: fx.Graph) -> None:
 
 
 def mask_kind(mask: fx.Node) -> str:
-    """"causal", "full" or "" (anything else)."""
+    """What the mask is: "causal", "full" or "" for anything else."""
     seen, shown = seen_where(mask)
     size = shape_of(mask)
     if seen is None or len(size) < 2:
@@ -37,7 +37,7 @@ def mask_kind(mask: fx.Node) -> str:
 
 
 def seen_where(mask: fx.Node) -> tuple[list[Affine] | None, Any]:
-    """When an entry of the mask is seen (a conjunction), and the element that stands for "seen" (True, or 0.0 if added)."""
+    """When an entry of the mask is seen (a conjunction), and the element that stands for it (True, or 0.0 if added)."""
     spec = mask.meta["spec"]
     assert isinstance(spec, Spec)
     if spec.dtype == torch.bool:
@@ -78,7 +78,7 @@ def _is_zero(value: Any) -> bool:
 def _hides(value: Any, mask: fx.Node) -> bool:
     """Minus infinity, or the dtype's lowest: nothing is left of an entry by the softmax where another one is seen."""
     constant = _constant(value)
-    lowest = torch.finfo(mask.meta["spec"].dtype).min  # type: ignore[union-attr]
+    lowest = torch.finfo(mask.meta["spec"].dtype).min
     return isinstance(constant, (int, float)) and (constant == -math.inf or constant <= lowest * 0.99)
 
 

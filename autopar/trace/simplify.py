@@ -42,16 +42,16 @@ def slices_to_split(graph: fx.Graph) -> None:
 
 
 def _split(graph: fx.Graph, value: fx.Node, dim: int, cuts: list[fx.Node]) -> None:
-    bounds = sorted({(c.args[2], c.args[3]) for c in cuts})
+    bounds: list[tuple[int, int]] = sorted({c.args[2:4] for c in cuts})  # type: ignore[misc]
     size = value.meta["spec"].shape
     ends = [0, *(e for _, e in bounds)]
     if len(bounds) < 2 or [s for s, _ in bounds] != ends[:-1] or ends[-1] != size[dim]:
         return
     first = min(cuts)
-    lengths = [e - s for s, e in bounds]
+    lengths = [end - start for start, end in bounds]
     specs = tuple(Spec((*size[:dim], n, *size[dim + 1 :]), value.meta["spec"].dtype) for n in lengths)
     with graph.inserting_before(first):
         whole = edit.call(graph, aten.split_with_sizes.default, (value, lengths, dim), like=first, spec=specs)
         parts = [edit.call(graph, operator.getitem, (whole, i), like=first, spec=s) for i, s in enumerate(specs)]
     for cut in cuts:
-        edit.replace(cut, parts[bounds.index((cut.args[2], cut.args[3]))])
+        edit.replace(cut, parts[bounds.index(cut.args[2:4])])  # type: ignore[arg-type]

@@ -24,7 +24,8 @@ class Layers:
 
     def splice(self, node: fx.Node, env: dict[fx.Node, Any]) -> list[fx.Node]:
         """The body's nodes for one call; its results."""
-        inputs, _, path = node.args
+        args: Any = node.args
+        inputs, _, path = args
         body = self.exported.bodies[str(path)]
         graph = self._normal(body)
         inner: dict[fx.Node, fx.Node] = {}
@@ -49,7 +50,8 @@ class Layers:
         if name in body.constants:
             known = self.build.constant(body.constants[name])
             if known is None:
-                raise AutoparError("trace-failed", f"{path}: constant {name} is unlike that of the first layer of its kind", None)
+                what = f"{path}: constant {name} is unlike that of the first layer of its kind"
+                raise AutoparError("trace-failed", what, "make it a buffer")
             return known
         return self.build.params[self.first[f"{path}.{name}"]]
 
@@ -63,5 +65,3 @@ class Layers:
         if at is not None and new.args[at]:
             new.args = (*new.args[:at], self.build.key(), *new.args[at + 1 :])
         return new
-
-

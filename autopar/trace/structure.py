@@ -114,7 +114,8 @@ def _mapping(shell: Any, pairs: list[tuple[Any, Any]]) -> Any:
     if shell is dict:
         return dict(pairs)
     if dataclasses.is_dataclass(shell):  # an output class that is both: its constructor keeps the two views equal
-        return type(shell)(**dict(pairs))
+        make: Any = type(shell)
+        return make(**dict(pairs))
     out = copy.copy(shell)
     for key, child in pairs:
         out[key] = child
@@ -168,7 +169,7 @@ class Structure:
             had = ", ".join(self.names)
             raise AutoparError(
                 "input-structure",
-                f"inputs: {len(args)} positional and {sorted(kwargs)}; traced with {len(self.args)} and {sorted(self.kwargs)}",
+                f"inputs: {len(args)} positional, {sorted(kwargs)}; traced {len(self.args)}, {sorted(self.kwargs)}",
                 f"pass the inputs as at the trace: {had}",
             )
         found: list[Tensor] = []

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
 
 from autopar.errors import AutoparError
-
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Form, Input, Output, Program, Spec
 from autopar.trace.blueprint import blueprint, mode_of
@@ -56,7 +55,7 @@ def trace(
         once: trace layers of one kind once where that is safe; the program is the same.
 
     Raises AutoparError ``input-structure``, ``batch-dims``, ``data-dependent-control-flow``, ``input-mutation``,
-    ``random-op``, ``loss-not-scalar``, ``trace-failed``, ``unsupported-op``.
+    ``custom-backward``, ``random-op``, ``loss-not-scalar``, ``trace-failed``, ``unsupported-op``.
     """
     structure, tensors = Structure.of(model, args, kwargs)
     inputs, rows = global_inputs(structure, tensors, mesh, rows, batch_dims)
@@ -72,7 +71,7 @@ def trace(
 def finish(exported: Exported, mesh: Mesh, inputs: tuple[Input, ...], rows: tuple[int, ...]) -> Traced:
     """From the exported graph to the folded program."""
     graph = normalize(exported)
-    params = {n: p for n, p in exported.params.items()}
+    params = dict(exported.params)
     for node in graph.find_nodes(op="placeholder"):
         if "input" in node.meta:
             node.meta["name"] = inputs[node.meta["input"]].name
@@ -101,7 +100,7 @@ def global_inputs(
         return tuple(Input(n, Spec(tuple(t.shape), t.dtype), None) for n, t in zip(structure.names, tensors)), ()
     rows = (own,) * mesh.data_size if rows is None else tuple(rows)
     if len(rows) != mesh.data_size:
-        raise AutoparError("batch-dims", f"rows {rows}: {len(rows)} counts for {mesh.data_size} data ranks", "one count a rank")
+        _refuse(f"rows {rows}: {len(rows)} counts for {mesh.data_size} data ranks", "give one count for each data rank")
     inputs = []
     for name, t, d in zip(structure.names, tensors, dims):
         size = [sum(rows) if i == d else n for i, n in enumerate(t.shape)]
@@ -116,27 +115,34 @@ def _batch_dims(structure: Structure, tensors: list[Tensor], given: BatchDims | 
     if isinstance(given, Mapping):
         unknown = sorted(set(given) - set(structure.names))
         if unknown:
-            raise AutoparError("batch-dims", f"batch_dims: no input is named {', '.join(unknown)}", f"names: {', '.join(structure.names)}")
+            _refuse(f"batch_dims: no input is named {', '.join(unknown)}", f"names: {', '.join(structure.names)}")
         default = _batch_dims(structure, tensors, None)
         dims = [given.get(n, d) for n, d in zip(structure.names, default)]
     else:
         dims = list(given)
     if len(dims) != len(tensors):
-        raise AutoparError("batch-dims", f"batch_dims: {len(dims)} for {len(tensors)} inputs", f"in order: {', '.join(structure.names)}")
+        _refuse(f"batch_dims: {len(dims)} for {len(tensors)} inputs", f"in order: {', '.join(structure.names)}")
     for name, t, d in zip(structure.names, tensors, dims):
         if d is not None and not 0 <= d < t.ndim:
-            raise AutoparError("batch-dims", f"{name}: batch dim {d} of {t.ndim} dims", f"give a dim in 0..{t.ndim - 1}, or None")
+            _refuse(f"{name}: batch dim {d} of {t.ndim} dims", f"give a dim in 0..{t.ndim - 1}, or None")
     lengths = {n: t.shape[d] for n, t, d in zip(structure.names, tensors, dims) if d is not None}
     if len(set(lengths.values())) > 1:
-        raise AutoparError("batch-dims", f"batch dims of different length: {lengths}", "give every batched input as many rows")
+        _refuse(f"batch dims of different length: {lengths}", "give every batched input as many rows")
     return dims
 
 
-def _outputs(graph: fx.Graph, exported: Exported, inputs: tuple[Input, ...], rows: tuple[int, ...]) -> tuple[Output, ...]:
+def _refuse(message: str, fix: str) -> NoReturn:
+    raise AutoparError("batch-dims", message, fix)
+
+
+def _outputs(
+    graph: fx.Graph, exported: Exported, inputs: tuple[Input, ...], rows: tuple[int, ...]
+) -> tuple[Output, ...]:
     """What each result is; results in the order user, loss, buffer."""
     end = graph.output_node()
     order = sorted(range(len(exported.outputs)), key=lambda i: ("user", "loss", "buffer").index(exported.outputs[i][0]))
-    nodes = [end.args[0][i] for i in order]  # type: ignore[index]
+    results: Any = end.args[0]
+    nodes = [results[i] for i in order]
     end.args = (tuple(nodes),)
     batched = _depends_on_batch(graph, inputs)
     out = []
@@ -157,5 +163,3 @@ def _depends_on_batch(graph: fx.Graph, inputs: tuple[Input, ...]) -> set[fx.Node
         elif any(n in found for n in node.all_input_nodes):
             found.add(node)
     return found
-
-

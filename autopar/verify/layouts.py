@@ -18,16 +18,17 @@ def check_layouts(program: Program, after: str = "") -> None:
     its output from its inputs (a partial value that meets a nonlinear op, a missing or doubled conversion), and
     ``output-layout`` where the program returns something that is not what its caller expects.
     """
+    axes = annotated(program)
     for name, graph in program.graphs():
         for node in graph.nodes:
             if is_op(node):
-                _check_op(program, graph, node, name, after)
+                _check_op(axes, graph, node, name, after)
             elif node.op == "call_module" and program.form == Form.RESHARDED:
                 _check_call(program, node, after)
     _check_outputs(program, after)
 
 
-def _check_op(program: Program, graph: fx.Graph, node: fx.Node, name: str, after: str) -> None:
+def _check_op(axes: list[str], graph: fx.Graph, node: fx.Node, name: str, after: str) -> None:
     wanted = node.meta.get("requires") or tuple(layout_of(a) for a in tensor_args(node))
     if node.target is ops.convert:
         x, axis, src, dst = node.args
@@ -37,7 +38,7 @@ def _check_op(program: Program, graph: fx.Graph, node: fx.Node, name: str, after
         if any(layouts(node)[0].get(a) != t for a, t in have.types if a != axis):
             raise fault("layout-mismatch", graph, node, "changes another axis too", name, after)
         return
-    for axis in annotated(program):
+    for axis in axes:
         inputs = [w.get(axis) for w in wanted]
         outputs = [lay.get(axis) for lay in layouts(node)]
         if not legal(node, inputs, outputs):

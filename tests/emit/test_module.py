@@ -250,7 +250,13 @@ def test_a_failed_call_leaves_nothing_behind(text: str) -> None:
         loss.register_hook(_fail)
         with pytest.raises(RuntimeError, match="on purpose"):
             loss.backward()
+        leaf = x.clone().requires_grad_()
+        leaf.register_hook(_fail)
+        loss = pm(leaf)["loss"]
+        with pytest.raises(RuntimeError, match="on purpose"):
+            loss.backward()
         pm.zero_grad()
+        assert all(g is None for g in pm.full_gradients().values())
         pm.train_step(x)
         return pm.full_gradients()
 

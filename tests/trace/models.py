@@ -30,7 +30,8 @@ def causal_lm(kind: str, padded: bool = False, **config: Any) -> Case:
     import transformers
 
     torch.manual_seed(0)
-    base = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=32)
+    base: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    base["max_position_embeddings"] = 32
     made = getattr(transformers, f"{kind}Config")(**{**base, **config})
     suffix = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
     model = getattr(transformers, f"{kind}{suffix}")(made)
@@ -69,7 +70,9 @@ def gpt2_inverse_index() -> Case:
 
 @case
 def gemma2() -> Case:
-    return causal_lm("Gemma2", intermediate_size=64, num_key_value_heads=2, head_dim=8, sliding_window=4, num_hidden_layers=4)
+    return causal_lm(
+        "Gemma2", intermediate_size=64, num_key_value_heads=2, head_dim=8, sliding_window=4, num_hidden_layers=4
+    )
 
 
 @case
@@ -128,7 +131,8 @@ def t5() -> Case:
 
     torch.manual_seed(0)
     config = T5Config(
-        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0,
+        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0,
     )  # fmt: skip
     ids = torch.randint(1, 60, (4, 8))
     return T5ForConditionalGeneration(config), (), {"input_ids": ids, "labels": torch.randint(1, 60, (4, 6))}, None
@@ -143,7 +147,12 @@ def vit() -> Case:
         image_size=16, patch_size=8, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
         num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    return ViTForImageClassification(config), (), {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.arange(4)}, None
+    return (
+        ViTForImageClassification(config),
+        (),
+        {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.arange(4)},
+        None,
+    )
 
 
 class Grouped(nn.Module):
@@ -268,7 +277,12 @@ class Norms(nn.Module):
         z[..., :4] = y[..., 4:]
         z[..., 4:] = y[..., :4] * 2
         z[:, 0] += 1.0
-        return F.pad(z, (1, 2, 0, 1), value=0.5) + F.mse_loss(y, z) + F.smooth_l1_loss(y, z) + torch.tensor([1.0, 2.0]).sum()
+        return (
+            F.pad(z, (1, 2, 0, 1), value=0.5)
+            + F.mse_loss(y, z)
+            + F.smooth_l1_loss(y, z)
+            + torch.tensor([1.0, 2.0]).sum()
+        )
 
 
 @case
@@ -284,7 +298,9 @@ class Nested(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 16)
 
-    def forward(self, batch: dict[str, Any], *, scale: Tensor | None = None, return_hidden: bool = False) -> dict[str, Any]:
+    def forward(
+        self, batch: dict[str, Any], *, scale: Tensor | None = None, return_hidden: bool = False
+    ) -> dict[str, Any]:
         h = F.relu(self.a(batch["x"]["feat"]))
         y = self.b(h)
         y = y * scale if scale is not None else y

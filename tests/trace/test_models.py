@@ -1,12 +1,12 @@
 """The traced program computes what the model computes: outputs, loss, gradients, buffers."""
 
 import copy
+import dataclasses
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from tests.trace.models import CASES
 from torch import Tensor, nn
 
 from autopar.errors import AutoparWarning
@@ -14,20 +14,20 @@ from autopar.ir.evaluate import evaluate
 from autopar.ir.mesh import Mesh
 from autopar.trace import Traced, trace
 from autopar.trace.structure import scan
+from tests.trace.models import CASES
 
 MESH = Mesh.parse("dp=1,tp=2")
 
 
 def to_double(value: Any) -> Any:
     """Float tensors of a nest in double precision."""
-    import dataclasses
-
     if isinstance(value, Tensor):
         return value.double() if value.is_floating_point() else value
     if isinstance(value, dict):
         return {k: to_double(v) for k, v in value.items()}
     if dataclasses.is_dataclass(value):
-        return dataclasses.replace(value, **{f.name: to_double(getattr(value, f.name)) for f in dataclasses.fields(value)})
+        fields = {f.name: to_double(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
     return tuple(map(to_double, value)) if isinstance(value, tuple) else value
 
 
@@ -41,14 +41,12 @@ def values_of(traced: Traced, model: nn.Module) -> dict[str, Tensor]:
     """Fresh leaves for each parameter and buffer of the program."""
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     params = traced.program.params
-    return {
-        n: traced.constants[n] if p.kind == "constant" else tensors[n].detach().clone().requires_grad_(tensors[n].requires_grad)
-        for n, p in params.items()
-    }
+    leaves = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in tensors.items()}
+    return {n: traced.constants[n] if p.kind == "constant" else leaves[n] for n, p in params.items()}
 
 
 def close(mine: Tensor, theirs: Tensor, name: str, least: float = 1e-30) -> None:
-    """Equal relative to the largest value, or to ``least`` where that is larger (gradients that are zero but for rounding)."""
+    """Equal relative to the largest value, or to ``least`` where that is larger (gradients that are only rounding)."""
     assert mine.shape == theirs.shape and mine.dtype == theirs.dtype, name
     if not theirs.is_floating_point():
         assert torch.equal(mine, theirs), name
@@ -72,7 +70,8 @@ def test_program_equals_model(name: str, train: bool) -> None:
     program = traced.program
     values = values_of(traced, model)
     got = evaluate(program, values, traced.structure.flatten(args, kwargs))
-    by_kind = {kind: [(o, t) for o, t in zip(program.outputs, got) if o.kind == kind] for kind in ("user", "loss", "buffer")}
+    pairs = list(zip(program.outputs, got))
+    by_kind = {kind: [(o, t) for o, t in pairs if o.kind == kind] for kind in ("user", "loss", "buffer")}
     reference = copy.deepcopy(model)
     if hasattr(reference, "config"):
         reference.config.use_cache = False

@@ -1,0 +1,126 @@
+"""Gradients that a model defines by hand, which a graph of its forward does not show: refused, or shown to be the same."""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import AutoparError, AutoparWarning
+
+LARGEST = 1 << 20  # elements up to which a custom backward is tried on random numbers
+CLOSE = 1e-3  # relative; hand-written formulas and derivatives differ by rounding only
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[None]:
+    """While the context lasts, hooks on gradients are refused and custom backward functions are compared.
+
+    Raises AutoparError ``custom-backward``; warns of a function too large to try.
+    """
+    _warn_of_hooks(model)
+    seen: dict[type, Any] = {}
+    apply, hook = torch.autograd.Function.__dict__["apply"], Tensor.register_hook
+
+    def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls not in seen:
+            seen[cls] = [_look(a) for a in args]
+        return apply.__func__(cls, *args, **kwargs)
+
+    def register_hook(self: Tensor, function: Callable[..., Any]) -> Any:
+        name = getattr(function, "__qualname__", str(function))
+        raise AutoparError(
+            "custom-backward", f"register_hook({name}) changes a gradient", "scale in the forward instead"
+        )
+
+    try:
+        torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment]
+        Tensor.register_hook = register_hook  # type: ignore[method-assign,assignment]
+        yield
+    finally:
+        torch.autograd.Function.apply = apply
+        Tensor.register_hook = hook  # type: ignore[method-assign]
+    for cls, args in seen.items():
+        _compare(cls, args)
+
+
+def _warn_of_hooks(model: nn.Module) -> None:
+    hooked = sorted(n or "the model" for n, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks)
+    hooked += sorted(n for n, p in model.named_parameters() if p._backward_hooks)
+    if hooked:
+        text = f"backward hooks do not run in the parallel model: {', '.join(hooked)}"
+        warnings.warn(text, AutoparWarning, stacklevel=5)
+
+
+def _look(value: Any) -> Any:
+    return (tuple(map(int, value.shape)), value.dtype) if isinstance(value, Tensor) else value
+
+
+def _forward_of(function: Any) -> Callable[..., Any]:
+    """The forward as plain operations, which is what a trace sees."""
+    apart = function.setup_context is not torch.autograd.Function.setup_context
+    return function.forward if apart else functools.partial(function.forward, _Context())  # type: ignore[no-any-return]
+
+
+def _compare(function: Any, args: list[Any]) -> None:
+    """The function's own backward against the derivative of its forward, on random numbers."""
+    name = f"{function.__module__}.{function.__qualname__}"
+    sizes = [math.prod(a[0]) for a in args if _is_tensor(a)]
+    try:
+        if max(sizes, default=0) > LARGEST:
+            raise ValueError("too large")
+        mine, theirs = _gradients(function.apply, args), _gradients(_forward_of(function), args)
+    except Exception as error:
+        text = f"{name}: its backward is replaced by the derivative of its forward, and could not be compared ({error})"
+        warnings.warn(text, AutoparWarning, stacklevel=6)
+        return
+    for a, b in zip(mine, theirs):
+        a, b = (torch.zeros(()) if g is None else g for g in (a, b))
+        if (a - b).abs().max() > CLOSE * max(a.abs().max(), b.abs().max()):
+            raise AutoparError(
+                "custom-backward",
+                f"{name}: its backward is not the derivative of its forward, which is all that a trace sees",
+                "write a forward whose derivative is the gradient wanted: x + (f(x) - x).detach() passes straight through",
+            )
+
+
+class _Context:
+    """Takes the place of the autograd context while a forward runs as plain operations."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        pass
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], torch.dtype)
+
+
+def _gradients(run: Callable[..., Any], looks: list[Any]) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+    args = [_random(a, generator) if _is_tensor(a) else a for a in looks]
+    leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        out = run(*args)
+        floats = [o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, Tensor) and o.requires_grad]
+        if not floats:
+            return [None] * len(leaves)
+        weights = [torch.randn(o.shape, generator=generator).to(o.dtype) for o in floats]
+        return list(torch.autograd.grad(floats, leaves, weights, allow_unused=True))
+
+
+def _random(look: tuple[tuple[int, ...], torch.dtype], generator: torch.Generator) -> Tensor:
+    shape, dtype = look
+    if dtype.is_floating_point:
+        return (torch.randn(shape, generator=generator) * 2).to(dtype).requires_grad_()
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)

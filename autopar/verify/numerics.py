@@ -1,0 +1,282 @@
+"""autopar.verify: every rank in one process, compared with the unsharded model on the global batch."""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.compile import Compiler, Variant, check_axes, only_loss
+from autopar.emit.module import ParallelModule
+from autopar.emit.params import Place, initialise
+from autopar.errors import AutoparError
+from autopar.ir.evaluate import evaluate
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
+from autopar.passes.base import Context
+from autopar.passes.pipeline import run
+from autopar.runtime.random import Streams
+from autopar.runtime.simulate import device_mesh, run_ranks
+from autopar.strategy import Strategy
+from autopar.trace import Structure, Traced, trace
+from autopar.trace.structure import scan
+from autopar.verify.widen import quiet, widen
+
+NOISE = 1e-4  # a gradient below this part of the largest is measured against it: those of key biases are zero but for rounding
+FAITHFUL = 1e-4  # the traced program against the model itself, both in the model's own dtypes
+
+
+@dataclass
+class Report:
+    """Relative error of every tensor: max|Δ| over the largest value of the unsharded one.
+
+    ``errors`` holds ``loss``, ``output.N``, ``grad.NAME``, ``buffer.NAME`` (the worst rank of each) and ``trace.N``, the traced
+    program against the model. ``ok`` if all are within tolerance.
+    """
+
+    errors: dict[str, float]
+    tolerance: float
+    mesh: str
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def failed(self) -> dict[str, float]:
+        """The errors that are over tolerance."""
+        return {n: e for n, e in self.errors.items() if not e <= (FAITHFUL if n.startswith("trace") else self.tolerance)}
+
+    @property
+    def ok(self) -> bool:
+        """Whether the parallel module equals the unsharded model."""
+        return not self.failed
+
+    def __str__(self) -> str:
+        exact = {n: e for n, e in self.errors.items() if not n.startswith("trace")}
+        worst = max(exact, key=lambda n: exact[n], default="")
+        head = f"mesh {self.mesh}: {len(exact)} tensors, largest relative error {exact.get(worst, 0.0):.2e} ({worst})"
+        lines = [f"{head}, tolerance {self.tolerance:.0e}: {'equal' if self.ok else 'DIFFERENT'}"]
+        lines += [f"  {n}: {e:.3e}" for n, e in sorted(self.failed.items(), key=lambda x: -x[1])]
+        return "\n".join([*lines, *(f"  note: {n}" for n in self.notes)])
+
+
+def verify(
+    model: nn.Module,
+    mesh: DeviceMesh | str,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    batch_dims: Any = None,
+    strategy: Strategy | str | None = None,
+    fp64: bool = True,
+    tolerance: float | None = None,
+) -> Report:
+    """Compare loss, outputs, every gradient and every buffer of all ranks with the unsharded model.
+
+    Runs the real per-rank code of each rank in a thread of this process. Dropout is off in both.
+
+    Args:
+        args, kwargs: the global batch.
+        fp64: compute in double precision in both, explicit casts to float32 included.
+        tolerance: 1e-10 in fp64, else 1e-4.
+    """
+    sizes = Mesh.of(dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape))) if isinstance(mesh, DeviceMesh) else Mesh.parse(mesh)
+    check_axes(sizes)
+    bench = _Bench(model, sizes, args, dict(kwargs or {}), loss, batch_dims, Strategy.of(strategy), fp64)
+    return bench.report(tolerance if tolerance is not None else (1e-10 if fp64 else 1e-4))
+
+
+class _Bench:
+    """One comparison: the reference, and the ranks."""
+
+    def __init__(self, model, sizes, args, kwargs, loss, batch_dims, strategy, fp64):  # type: ignore[no-untyped-def]
+        self.sizes, self.strategy = sizes, strategy
+        structure, self.inputs = Structure.of(model, args, kwargs)
+        helper = Compiler(model, sizes, strategy, at=lambda m: {}, agree=lambda t, n: (), batch_dims=batch_dims)
+        self.dims = helper._batch_dims(structure, self.inputs)
+        total = next((t.shape[d] for t, d in zip(self.inputs, self.dims) if d is not None), sizes.data_size)
+        if total < sizes.data_size:
+            raise AutoparError("few-rows", f"{total} rows for {sizes.data_size} data ranks", "verify with a larger batch")
+        self.rows = tuple(len(t) for t in torch.arange(total).tensor_split(sizes.data_size))
+        args0, kwargs0 = structure.unflatten(self.cut(0))
+        self.plain = trace(
+            model, args0, kwargs0, mesh=sizes, rows=self.rows, loss=loss, batch_dims=batch_dims, train=model.training
+        )
+        self.notes = [*self.plain.notes]
+        self.model = deepcopy(model)
+        self.faithful = self._trace_errors(structure)
+        self.traced = quiet(self.plain)
+        if fp64:
+            self.model, self.traced = self.model.double(), widen(self.traced)
+            self.inputs = [t.double() if t.is_floating_point() else t for t in self.inputs]
+        self.structure = structure
+
+    def cut(self, index: int) -> list[Tensor]:
+        """The inputs of data rank ``index``."""
+        return [t if d is None else t.tensor_split(self.sizes.data_size, d)[index] for t, d in zip(self.inputs, self.dims)]
+
+    def values(self, model: nn.Module, traced: Traced) -> dict[str, Tensor]:
+        """Copies of the model's tensors by first name, parameters as leaves."""
+        table = dict(model.named_parameters()) | dict(model.named_buffers()) | traced.constants
+        return {
+            n: table[n].detach().clone().requires_grad_(p.kind == "parameter" and table[n].requires_grad)
+            for n, p in traced.program.params.items()
+        }
+
+    def _trace_errors(self, structure: Structure) -> dict[str, float]:
+        """The traced program against the model itself, unless it draws random numbers."""
+        if _draws(self.plain.program):
+            self.notes.append("dropout is off in this comparison")
+            return {}
+        args, kwargs = structure.unflatten([t.clone() for t in self.inputs])
+        want: list[Tensor] = []
+        scan(deepcopy(self.model)(*args, **kwargs), want, lambda value: None)
+        with torch.no_grad():
+            got = evaluate(self.plain.program, self.values(self.model, self.plain), self.inputs)
+        user = [g for g, o in zip(got, self.plain.program.outputs) if o.kind == "user"]
+        return {f"trace.{i}": relative(g, w) for i, (g, w) in enumerate(zip(user, want, strict=False))}
+
+    def report(self, tolerance: float) -> Report:
+        """Run and compare."""
+        want = self.reference()
+        programs = {only: self.plan(only) for only in (True, False)}
+        found = run_ranks(self.sizes, lambda rank: self.rank(rank, programs))
+        errors: dict[str, float] = {}
+        largest = max((float(g.abs().max()) for n, g in want.items() if n.startswith("grad.") and g is not None), default=0.0)
+        for rank, got in enumerate(found):
+            for name, value in got.items():
+                expected = self.expected(name, want[name], rank)
+                least = NOISE * largest if name.startswith("grad.") else 0.0
+                errors[name] = max(errors.get(name, 0.0), relative(value, expected, least))
+        missing = [n for n in want if n not in errors]
+        errors.update(dict.fromkeys(missing, float("inf")))
+        return Report({**errors, **self.faithful}, tolerance, str(self.sizes), self.notes)
+
+    def plan(self, loss_only: bool) -> Program:
+        """The program of all ranks, before ``localize``."""
+        from autopar.passes.pipeline import parse
+
+        program = only_loss(self.traced.program) if loss_only else self.traced.program
+        pinned = {} if loss_only else self.pinned
+        passes = [p for p in parse(self.strategy.pipeline) if p.name != "localize"]
+        planned = run(program, passes, Context(strict=self.strategy.strict, pinned=pinned))
+        self.pinned = {n: p.layout for n, p in planned.params.items() if p.layout and p.kind != "constant"}
+        return planned
+
+    def reference(self) -> dict[str, Tensor | None]:
+        """Loss, outputs, gradients and buffers of the whole program."""
+        values = self.values(self.model, self.traced)
+        outputs = evaluate(self.traced.program, values, [t.clone() for t in self.inputs])
+        return self.collect(self.traced.program, outputs, lambda: {n: v.grad for n, v in values.items() if v.requires_grad})
+
+    def collect(
+        self, program: Program, outputs: Sequence[Tensor], grads: Callable[[], Mapping[str, Tensor | None]]
+    ) -> dict[str, Tensor | None]:
+        """Named tensors of one run; the backward starts at the loss, or at every float output."""
+        out: dict[str, Tensor | None] = {}
+        for i, (o, value) in enumerate(zip(program.outputs, outputs)):
+            out[{"user": f"output.{i}", "loss": "loss", "buffer": f"buffer.{o.name}"}[o.kind]] = value.detach()
+        start = [v for v, o in zip(outputs, program.outputs) if o.kind == "loss"] or [
+            (v * cotangent(v)).sum() for v, o in zip(outputs, program.outputs) if o.kind == "user" and v.requires_grad
+        ]
+        if start and any(s.requires_grad for s in start):
+            torch.stack([s for s in start if s.requires_grad]).sum().backward()
+        return out | {f"grad.{n}": g for n, g in grads().items()}
+
+    def expected(self, name: str, whole: Tensor | None, rank: int) -> Tensor | None:
+        """What the rank should have of a reference tensor: its rows of a batched output."""
+        if whole is None or not name.startswith("output."):
+            return whole
+        output = self.traced.program.outputs[int(name.removeprefix("output."))]
+        if output.batch_dim is None:
+            return whole
+        return whole.tensor_split(self.sizes.data_size, output.batch_dim)[self.data_rank(rank)]
+
+    def data_rank(self, rank: int) -> int:
+        """The rank's place in the data, row-major over the data axes."""
+        at, index = self.sizes.coordinates(rank), 0
+        for axis in self.sizes.data_axes:
+            index = index * self.sizes.size(axis) + at[axis]
+        return index
+
+    def rank(self, rank: int, programs: Mapping[bool, Program]) -> dict[str, Tensor | None]:
+        """Everything that one rank computes, whole gradients included."""
+        at = programs[True].mesh.coordinates(rank)
+        local = {only: run(p, "localize", Context(at=at)) for only, p in programs.items()}
+        structure = self.plain.structure
+        fixed = _Fixed({only: Variant(local[only], structure, self.traced.constants, p) for only, p in programs.items()})
+        place = Place.of(programs[True].mesh, device_mesh(programs[True].mesh))
+        tensors = initialise(self.model, local[False].params, place, self.traced.constants)
+        pm = ParallelModule(fixed, local[False], place, tensors, {**place.axes, "rng": Streams(0)})
+        pm.train(self.model.training)
+        args, kwargs = structure.unflatten(self.cut(self.data_rank(rank)))
+        has_loss = any(o.kind == "loss" for o in local[True].outputs)
+        with torch.enable_grad():
+            loss = pm.train_step(*args, **kwargs) if has_loss else None
+            grads = {n: g for n, g in pm.full_gradients().items()} if has_loss else None
+            outputs = pm._run(args, kwargs, loss_only=False)[1]
+            out = self.outputs(pm, local[False], outputs, grads)
+        return out | ({"loss": loss} if has_loss else {})
+
+    def outputs(
+        self, pm: ParallelModule, program: Program, outputs: Sequence[Tensor], grads: Mapping[str, Tensor | None] | None
+    ) -> dict[str, Tensor | None]:
+        """A forward's outputs and buffers, and the gradients: of the training step, or from the outputs."""
+        if grads is not None:
+            named = {"user": "output.{}", "buffer": "buffer.{}"}
+            out = {
+                named[o.kind].format(i if o.kind == "user" else o.name): v.detach()
+                for i, (o, v) in enumerate(zip(program.outputs, outputs))
+                if o.kind in named
+            }
+            trainable = {n for n, p in pm.named_parameters() if p.requires_grad}
+            return out | {f"grad.{n}": g for n, g in grads.items() if n in trainable}
+        return self.collect(program, outputs, lambda: pm.full_gradients())
+
+
+class _Fixed:
+    """A compiler that has its programs already."""
+
+    def __init__(self, variants: Mapping[bool, Variant]) -> None:
+        self.variants = variants
+
+    def variant(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, train: bool, loss_only: bool, grad: bool
+    ) -> Variant:
+        return self.variants[loss_only]
+
+
+def _draws(program: Program) -> bool:
+    from autopar.ir import ops
+    from autopar.rules.arguments import arguments
+
+    def drops(node: Any) -> bool:
+        return node.target is ops.dropout or (node.target is ops.attention and bool(arguments(node)["dropout"]))
+
+    return any(drops(n) for _, graph in program.graphs() for n in graph.nodes if n.op == "call_function")
+
+
+def cotangent(x: Tensor) -> Tensor:
+    """Fixed, uneven weights that depend on the values' place within a row only, so that ranks agree."""
+    shape = x.shape[1:] if x.ndim > 1 else x.shape
+    return torch.cos(torch.arange(shape.numel(), dtype=x.dtype)).reshape(shape)
+
+
+def relative(got: Tensor | None, want: Tensor | None, least: float = 0.0) -> float:
+    """max|Δ| / max|want| (or / ``least`` if that is more); infinite where one is missing or shapes differ."""
+    if got is None or want is None:
+        other = got if want is None else want
+        return 0.0 if other is None or not other.any() else float("inf")
+    if got.shape != want.shape:
+        return float("inf")
+    if want.numel() == 0:
+        return 0.0
+    got, want = got.to(torch.float64), want.to(torch.float64)
+    if bool((torch.isfinite(got) != torch.isfinite(want)).any()):
+        return float("inf")
+    finite = torch.isfinite(want)
+    delta = (got - want).where(finite, torch.zeros(())).abs().max()
+    largest = max(float(want.where(finite, torch.zeros(())).abs().max()), least)
+    return float(delta) / largest if largest > 0 else float(delta)

@@ -1,0 +1,115 @@
+"""Every line of the rule table, executed on shards, forward and backward, against the op on whole tensors."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.errors import AutoparError
+from autopar.ir import ops
+from autopar.ir.layout import I, P, Shard, plain_shard
+from autopar.ir.layout import R as RR
+from autopar.rules.attention import Attention
+from autopar.rules.relation import Assignment
+from autopar.rules.strategies import legal
+from autopar.rules.table import TABLE, aten, relation
+from tests.rules.execute import Op, check
+from tests.rules.samples import MAKE, Random, calls
+
+S1 = plain_shard(1, 6, 2)
+RUNS = {aten.embedding.default, ops.token_loss}
+RANDOM = {ops.dropout}  # its own test compares masks
+LINES = [t for t in TABLE if t not in RANDOM]
+
+
+WHOLE = {  # ops that leave nothing to share out
+    aten.max.default, aten.min.default, aten.any.default, aten.all.default, aten.prod.default, aten.arange.default,
+    aten.arange.start, aten.arange.start_step, aten.scalar_tensor.default,
+}  # fmt: skip
+
+
+def test_every_line_has_samples() -> None:
+    assert set(MAKE) == set(LINES)
+
+
+@pytest.mark.parametrize("ways", (2, 3, 4))
+@pytest.mark.parametrize("target", LINES, ids=str)
+def test_line(target, ways):
+    found: set[Any] = set()
+    for args, kwargs in calls(target):
+        op = Op.of(target, args, kwargs)
+        for a in op.assignments(ways):
+            found |= {type(t) for t in (*a.inputs, *a.outputs)}
+            try:
+                check(op, a, ways)
+            except AutoparError as error:  # rows and classes by number: only as one run, which the error says
+                assert error.slug == "scattered-run" and target in RUNS and not a.inputs[0].plain
+            except Exception as error:
+                error.add_note(f"{op.node.format_node()} {[tuple(t.shape) for t in op.tensors]}: {a}")
+                raise
+    assert Shard in found or target in WHOLE
+
+
+R = Random(0)
+Q, K, V = R(2, 4, 4, 2), R(2, 4, 4, 2), R(2, 4, 4, 2)
+BLOCKED = [  # op, its call, and the port and dim that must not be sharded
+    (aten.softmax.int, (R(4, 6), 1), 0, 1),
+    (aten.log_softmax.int, (R(4, 6), 1), 0, 1),
+    (aten.cumsum.default, (R(4, 6), 1), 0, 1),
+    (aten.sort.default, (R(4, 6), 1), 0, 1),
+    (aten.amax.default, (R(4, 6), [1], True), 0, 1),
+    (aten.layer_norm.default, (R(4, 6), [6], R(6), R(6)), 0, 1),
+    (aten.rms_norm.default, (R(4, 6), [6], R(6)), 0, 1),
+    (aten.triu.default, (R(4, 4),), 0, 0),
+    (aten.flip.default, (R(4, 6), [1]), 0, 1),
+    (aten.roll.default, (R(4, 6), [1], [1]), 0, 1),
+    (aten.convolution.default, (R(2, 4, 6), R(4, 4, 3), None, [1], [1], [1], False, [0], 1), 0, 2),
+    (aten.convolution.default, (R(2, 4, 6), R(4, 1, 1), None, [1], [0], [1], False, [0], 4), 1, 0),
+    (aten.embedding.default, (R(6, 4), torch.tensor([1, 1, 1, 2]), -1, True), 1, 0),
+    (aten.gather.default, (R(4, 6), 1, R.ints(6, 4, 6)), 0, 1),
+    (aten.constant_pad_nd.default, (R(4, 6), [-1, 1]), 0, 1),
+    (ops.attention, (Q, K, V), 1, 2),
+    (ops.attention, (Q, K, V, None, 0.0, True), 0, 2),
+]
+
+
+@pytest.mark.parametrize(("target", "args", "port", "dim"), BLOCKED, ids=[f"{n}-{b[0]}" for n, b in enumerate(BLOCKED)])
+def test_a_blocked_dim_would_be_wrong_and_is_refused(target, args, port, dim):
+    """Without the block the same shards give another value, so that the check above can fail."""
+    op, rel = Op.of(target, args, {}), relation(Op.of(target, args, {}).node)
+    shapes = [t.shape for t in op.tensors]
+    shard = plain_shard(dim, shapes[port][dim], 2)
+    open_ = replace(rel, labels=replace(rel.labels, blocked=frozenset())) if isinstance(rel, Attention) else replace(rel, blocked=frozenset())
+    a = open_.transfer(port, shard)
+    assert a is not None and rel.transfer(port, shard) is None
+    assert not legal(op.node, a.inputs, a.outputs)
+    with pytest.raises((AssertionError, RuntimeError)):
+        check(op, a, 2)
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "inputs", "outputs"),
+    [
+        (aten.relu.default, (R(4, 6),), (P,), (P,)),
+        (aten.mul.Tensor, (R(4, 6), R(4, 6)), (P, P), (P,)),
+        (aten.add.Tensor, (R(4, 6), R(4, 6)), (P, RR), (P,)),
+        (aten.add.Tensor, (R(4, 6), 1.0), (P,), (P,)),
+        (aten.div.Tensor, (R(4, 6), R(4, 6)), (RR, P), (P,)),
+        (aten.linear.default, (R(4, 6), R(2, 6), R(2)), (P, RR, RR), (P,)),
+        (aten.linear.default, (R(4, 6), R(2, 6), R(2)), (S1, S1, RR), (P,)),
+        (aten.linear.default, (R(4, 6), R(2, 6)), (S1, S1), (RR,)),
+        (aten.linear.default, (R(4, 6), R(2, 6)), (S1, RR), (P,)),
+        (aten.linear.default, (R(4, 6), R(2, 6)), (plain_shard(0, 4, 2), I), (plain_shard(0, 4, 2),)),
+        (ops.token_loss, (R(4, 6), R.ints(6, 4), 0), (RR, I), (I,)),
+        (ops.attention, (Q, K, V), (P, RR, RR), (P,)),
+    ],
+)
+def test_wrong_types_are_refused(target, args, inputs, outputs):
+    op = Op.of(target, args, {})
+    assert not legal(op.node, inputs, outputs)
+    try:
+        check(op, Assignment(inputs, outputs), 2)
+    except (AssertionError, RuntimeError):
+        return
+    raise AssertionError("the types are right")
