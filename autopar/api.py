@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.compile import Compiler, check_axes
+from autopar.emit.deferred import Deferred
 from autopar.emit.module import ParallelModule
 from autopar.emit.params import Place, initialise
 from autopar.errors import AutoparError
@@ -35,7 +36,8 @@ def parallelize(
     Args:
         model: any module; it is read, never changed. Its weights may be on the meta device.
         mesh: a DeviceMesh with axis names among pp, dp, ep, cp, tp, or text such as "dp=2,tp=4".
-        args, kwargs: this rank's example inputs, as in ``torch.export``; the model's own ``dummy_inputs`` where absent.
+        args, kwargs: this rank's example inputs, as in ``torch.export``; the model's own ``dummy_inputs`` where
+            absent; a model without them is compiled at its first call.
         loss: from the model's output to a scalar; by default the output's ``loss``, or a scalar output.
         batch_dims: batch dim of each input by dotted name or in order; by default dim 0 of all as long as the first.
         strategy: a Strategy, or its text.
@@ -47,18 +49,22 @@ def parallelize(
     strategy = Strategy.of(strategy)
     sizes, over = resolve(mesh, next((p.device.type for p in model.parameters()), "cpu"))
     check_axes(sizes)
-    args, kwargs = example_of(model, args, kwargs)
     agreement = Agreement.over(sizes, tuple(over.mesh.flatten().tolist()) if over is not None else (0,))
     rank = agreement.ranks.index(dist.get_rank()) if over is not None else 0
     compiler = Compiler(
         model, sizes, strategy, at=lambda m: m.coordinates(rank), agree=agreement, loss=loss, batch_dims=batch_dims
     )
-    first = compiler.example(args, kwargs, model.training)
-    place = Place.of(first.program.mesh, over) if over is not None else Place.alone(first.program.mesh)
-    tensors = initialise(model, first.program.params, place, first.constants, seed=seed)
-    compiler.model = blueprint(model)
-    module = ParallelModule(compiler, first.program, place, tensors, {**place.axes, "rng": Streams(seed)})
-    return module.train(model.training)
+
+    def build(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ParallelModule:
+        first = compiler.example(args, kwargs, model.training)
+        place = Place.of(first.program.mesh, over) if over is not None else Place.alone(first.program.mesh)
+        tensors = initialise(model, first.program.params, place, first.constants, seed=seed)
+        compiler.model = blueprint(model)
+        module = ParallelModule(compiler, first.program, place, tensors, {**place.axes, "rng": Streams(seed)})
+        return module.train(model.training)
+
+    example = example_of(model, args, kwargs)
+    return build(*example) if example is not None else Deferred(build)
 
 
 def resolve(mesh: DeviceMesh | str, device: str) -> tuple[Mesh, DeviceMesh | None]:
@@ -85,14 +91,9 @@ def resolve(mesh: DeviceMesh | str, device: str) -> tuple[Mesh, DeviceMesh | Non
 
 def example_of(
     model: nn.Module, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None
-) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """The example inputs, or the model's own ``dummy_inputs``. Raises AutoparError ``no-example``."""
-    if args is None and kwargs is None:
-        own = getattr(model, "dummy_inputs", None)
-        if not isinstance(own, Mapping):
-            raise AutoparError(
-                "no-example", f"{type(model).__name__} has no dummy_inputs to trace with",
-                "pass args=... or kwargs=..., one data rank's inputs",
-            )  # fmt: skip
-        return (), own
-    return tuple(args or ()), dict(kwargs or {})
+) -> tuple[tuple[Any, ...], Mapping[str, Any]] | None:
+    """The example inputs, or the model's own ``dummy_inputs``; None where there are neither."""
+    if args is not None or kwargs is not None:
+        return tuple(args or ()), dict(kwargs or {})
+    own = getattr(model, "dummy_inputs", None)
+    return ((), own) if isinstance(own, Mapping) else None

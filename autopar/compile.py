@@ -4,7 +4,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -15,12 +15,20 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.base import Context
 from autopar.passes.pipeline import Record, parse, run
+from autopar.runtime.agreement import checksum
 from autopar.strategy import Strategy
 from autopar.trace import Structure, Traced, trace
+from autopar.trace.tracing import batch_dims_of
 
 Loss = Callable[[Any], Tensor]
 OnPass = Callable[[str, Program], None]
-Agree = Callable[[str, int | None], tuple[int, ...]]
+
+
+class Agree(Protocol):
+    """Exchanges what must be equal between ranks; see ``runtime.agreement.Agreement``."""
+
+    def __call__(self, text: str, rows: int | None, same: int = 0, own: int = 0) -> tuple[int, ...]:
+        """The rows of every data rank."""
 
 
 @dataclass
@@ -111,14 +119,14 @@ class Compiler:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, train: bool, loss_only: bool, grad: bool
     ) -> Variant:
         """The variant for a call; compiled where it is new. Collective: every rank calls it with its own rows."""
-        key = self._key(args, kwargs, train)
+        key = self._key(args, kwargs, train, "loss" if loss_only else "outputs")
         if (key, loss_only) not in self.variants:
             self.variants[key, loss_only] = self._agreed(lambda: self._compile(self._traced(key, args, kwargs), loss_only))
         return self.variants[key, loss_only]
 
     def example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool) -> Variant:
         """The variant of the example inputs: that of a training step where there is a loss. Collective."""
-        key = self._key(args, kwargs, train)
+        key = self._key(args, kwargs, train, "compile")
 
         def make() -> Variant:
             traced = self._traced(key, args, kwargs)
@@ -127,23 +135,16 @@ class Compiler:
 
         return self._agreed(make)
 
-    def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool) -> Any:
+    def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool, what: str) -> Any:
         structure, tensors = Structure.of(self.model, args, kwargs)
-        dims = self._batch_dims(structure, tensors)
+        dims = batch_dims_of(structure, tensors, self.batch_dims)
         shapes = tuple(tuple(None if i == d else n for i, n in enumerate(t.shape)) for t, d in zip(tensors, dims))
         dtypes = tuple(str(t.dtype) for t in tensors)
         own = next((t.shape[d] for t, d in zip(tensors, dims) if d is not None), None)
-        rows = self.agree(fingerprint(structure.key, shapes, dtypes, train), own)
+        same = checksum(t for t, d in zip(tensors, dims) if d is None)
+        mine = checksum(t for t, d in zip(tensors, dims) if d is not None)
+        rows = self.agree(fingerprint(structure.key, shapes, dtypes, train, what), own, same, mine)
         return structure.key, shapes, dtypes, rows if own is not None else None, train
-
-    def _batch_dims(self, structure: Structure, tensors: list[Tensor]) -> list[int | None]:
-        """The batch dim of each input, as the trace sees it."""
-        if isinstance(self.batch_dims, Mapping):
-            return [self.batch_dims.get(name) for name in structure.names]
-        if self.batch_dims is not None:
-            return list(self.batch_dims)
-        first = next((t.shape[0] for t in tensors if t.ndim), None)
-        return [0 if t.ndim and t.shape[0] == first else None for t in tensors]
 
     def _traced(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Traced:
         if key not in self.traces:

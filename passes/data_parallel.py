@@ -59,7 +59,8 @@ class DataParallel(Pass):
         relations = relations_of(flow)
         for axis in axes:
             shard = batch_shard(program.mesh, axis, program.rows)
-            seeds = [(v, shard) for v in sources(flow) if _batched(program, flow, v)]
+            batched = {v: batch_dim(program, flow, v) for v in sources(flow)}
+            seeds = [(v, replace(shard, dim=d)) for v, d in batched.items() if d is not None]
             found = spread(flow, relations, seeds, lambda v, s: not clash(s, _layout(flow, v)))
             solution = solve(flow, self.choices(program, context, flow, found, axis, shard))
             context.warnings += report_opaque(flow, found, solution, axis, strict=context.strict)
@@ -98,7 +99,8 @@ class DataParallel(Pass):
         if value.role == "param":
             return [R] if value.diff else [I]
         if value.role == "input":
-            return [shard] if _batched(program, flow, v) else [I]
+            dim = batch_dim(program, flow, v)
+            return [I] if dim is None else [replace(shard, dim=dim)]
         return [*found.shards.get(v, ()), I, *([R] if value.diff else []), *([P] if value.spec.shape == () else [])]
 
     def _outputs(self, program: Program, flow: Flow, found: Candidates, index: int, shard: Shard) -> list[Type]:
@@ -118,9 +120,10 @@ def output_arg(program: Program, index: int) -> fx.Node | None:
     return arg if isinstance(arg, fx.Node) else None
 
 
-def _batched(program: Program, flow: Flow, v: int) -> bool:
+def batch_dim(program: Program, flow: Flow, v: int) -> int | None:
+    """The batch dim of an input; None for other values."""
     value = flow.values[v]
-    return value.role == "input" and program.inputs[value.key[0].meta["input"]].batch_dim is not None
+    return program.inputs[value.key[0].meta["input"]].batch_dim if value.role == "input" else None
 
 
 def _layout(flow: Flow, v: int) -> Layout:

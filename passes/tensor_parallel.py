@@ -7,11 +7,12 @@ from typing import ClassVar
 from torch import fx
 
 from autopar.errors import AutoparError
-from autopar.ir.layout import I, P, R, Shard, Type, chunk_sizes
+from autopar.ir.layout import I, P, Piece, R, Shard, Type, chunk_sizes
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Form, Program, tensor_args
 from autopar.passes.base import Context, Pass
-from autopar.rules.relation import Assignment
+from autopar.passes.data_parallel import batch_dim
+from autopar.rules.relation import Assignment, Relation
 from autopar.rules.strategies import strategies
 from autopar.solve.annotate import clash, clashes, layouts, shares, write
 from autopar.solve.candidates import Candidates, relations_of, spread
@@ -97,19 +98,13 @@ def sub_axes(mesh: Mesh, flow: Flow) -> Mesh:
     return mesh if major in (1, ways) or len(mesh.parts("tp")) > 1 else mesh.split("tp", major)
 
 
-def batch_dims(program: Program, flow: Flow, relations: dict) -> dict[int, set[int]]:  # type: ignore[type-arg]
+def batch_dims(program: Program, flow: Flow, relations: dict[fx.Node, Relation]) -> dict[int, set[int]]:
     """The dims of each value that hold nothing but rows of the batch, whatever the data axes' sizes are."""
-    from autopar.ir.layout import Piece
-
     total = sum(program.rows)
     if total < 2:
         return {}
-    shard = Shard(0, (Piece(total, total, 1),))
-    seeds = [
-        (v, shard)
-        for v in sources(flow)
-        if flow.values[v].role == "input" and program.inputs[flow.values[v].key[0].meta["input"]].batch_dim is not None
-    ]
+    dims = {v: batch_dim(program, flow, v) for v in sources(flow)}
+    seeds = [(v, Shard(d, (Piece(total, total, 1),))) for v, d in dims.items() if d is not None]
     found = spread(flow, relations, seeds)
     return {
         v: {s.dim for s in shards if s.pieces[0].count * s.pieces[0].inner == s.length and s.pieces[0].inner == 1}
@@ -192,7 +187,8 @@ class _Space:
             pinned = self._pinned(v)
             if pinned is not None:
                 return [pinned]
-            return [I, *(s for s in candidates if _storable(s))] if v in self.weights or _is_follower(value.spec.shape) else [I]
+            held = self.program.params[value.key[0].meta["param"]].kind == "parameter"
+            return [I, *(s for s in candidates if _storable(s))] if held else [I]
         return [*candidates, I, *([R] if value.diff else []), *([P] if value.spec.shape == () else [])]
 
     def _pinned(self, v: int) -> Type | None:
@@ -208,11 +204,6 @@ class _Space:
             return mib / self.program.mesh.size(self.axis)
         can = v in self.weights and v not in self.exempt and any(_storable(s) for s in self.found.shards.get(v, ()))
         return mib + (MUST if can else 0.0)
-
-
-def _is_follower(shape: tuple[int, ...]) -> bool:
-    """Biases and the like: sharded where what they are added to is."""
-    return len(shape) >= 1
 
 
 def _storable(shard: Shard) -> bool:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from autopar.emit.engine import Engine, Users
 from autopar.emit.function import Argument, Outer, Site, function_of, outer_of, split_runs
@@ -76,19 +76,32 @@ def paths_of(program: Program) -> list[str]:
     return list(dict.fromkeys(str(c.meta.get("path", "")) for c in program.calls()))
 
 
-def emit(program: Program, skeleton: Skeleton, engine: Engine, place: Place, handles: Mapping[str, Any]) -> Emitted:
+def emit(
+    program: Program,
+    skeleton: Skeleton,
+    engine: Engine,
+    place: Place,
+    handles: Mapping[str, Any],
+    constants: Mapping[str, Tensor] | None = None,
+) -> Emitted:
     """Functions of a LOCAL program: one for each kind of block and one for the outer graph.
 
     Args:
         handles: the value of every handle placeholder: axes by name, and under "rng" the random Streams.
+        constants: tensors of this variant alone, whole: another trace may have others of the same name.
     """
     users = users_of(program)
     data = tuple(place.axes[a] for a in place.data_axes)
+    own: dict[str, Tensor | None] = {n: t.to(place.device) for n, t in (constants or {}).items() if n in program.params}
+    for _, graph in program.graphs():
+        on_device(graph, place.device)
 
     def owned(path: str, name: str) -> bool:
         return path in skeleton.units and users[name] == {path}
 
     def slot(path: str, name: str) -> Slot:
+        if name in own:
+            return Slot(own, name)
         _, table, key = skeleton.tables[name]
         needs = program.params[name].kind == "parameter" and engine.managed.get(name) != path
         return Slot(table, key, data if needs else ())
@@ -104,6 +117,15 @@ def emit(program: Program, skeleton: Skeleton, engine: Engine, place: Place, han
     function = function_of(outer.graph, "outer", SimpleNamespace(**sites))
     call = _bind(function, outer.arguments, partial(slot, ""), handles, "")
     return Emitted(call, program.outputs, functions, outer, sites)
+
+
+def on_device(graph: fx.Graph, device: torch.device) -> None:
+    """Ops that make tensors from nothing make them on ``device``."""
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if device.type != "cpu" and schema is not None and not node.all_input_nodes:
+            if any(a.name == "device" for a in schema.arguments):
+                node.kwargs = {**node.kwargs, "device": device}
 
 
 def _runner(skeleton: Skeleton, site: Site, call: Call) -> Callable[..., Any]:

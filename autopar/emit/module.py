@@ -109,7 +109,8 @@ class ParallelModule(nn.Module):
     def _emit(self, variant: Variant) -> Emitted:
         """The variant's functions, made at its first call."""
         if id(variant) not in self._emitted:
-            made = emit(variant.program, self._skeleton, self._engine, self._place, self._handles)
+            own = getattr(variant, "constants", None)
+            made = emit(variant.program, self._skeleton, self._engine, self._place, self._handles, own)
             self._emitted[id(variant)] = (variant, made)
         made = self._emitted[id(variant)][1]
         if self._options is not None:

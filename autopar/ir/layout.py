@@ -197,12 +197,17 @@ def overlap(a: Shard, b: Shard) -> bool:
     """Whether two axes' shards of one dim want the same digit of the index."""
     if a.dim != b.dim:
         return False
-    for x in a.pieces:
-        for y in b.pieces:
-            minor, major = (x, y) if x.inner < y.inner or (x.inner == y.inner and x.count < y.count) else (y, x)
-            if major.inner % (minor.inner * minor.count):
-                return True
-    return len(a.pieces) != len(b.pieces) and min(len(a.pieces), len(b.pieces)) > 1
+    few, many = sorted((a.pieces, b.pieces), key=len)
+    if len(few) == 1:  # its digit must lie within every segment
+        few = tuple(Piece(p.length, few[0].count, few[0].inner, few[0].sizes) for p in many)
+    if [p.length for p in few] != [p.length for p in many]:
+        return True
+    return any(x.length % (x.count * x.inner) or _same_digit(x, y) for x, y in zip(few, many))
+
+
+def _same_digit(x: Piece, y: Piece) -> bool:
+    minor, major = (x, y) if (x.inner, x.count) < (y.inner, y.count) else (y, x)
+    return bool(major.inner % (minor.inner * minor.count))
 
 
 def format_dims(shape: Iterable[int], layout: Layout) -> str:

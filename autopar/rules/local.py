@@ -42,8 +42,7 @@ def segments_of(layout: Layout, axis: str, length: int, mesh: Mesh, at: Mapping[
     others = Layout(tuple((a, t) for a, t in layout.types if a != axis))
     whole = local_pieces(others, shard.dim, length, mesh, at)
     if len(whole) != len(shard.pieces):
-        parts = tuple(p.length * sum(whole) // length for p in shard.pieces)
-        whole = parts if len(whole) == 1 else whole
+        whole = tuple(p.length * sum(whole) // length for p in shard.pieces)
     out = []
     for k, p in enumerate(shard.pieces):
         inner = local_inner(layout, axis, k, mesh, at)
@@ -57,6 +56,8 @@ def segments_of(layout: Layout, axis: str, length: int, mesh: Mesh, at: Mapping[
 def run_start(layout: Layout, dim: int, length: int, mesh: Mesh, at: Mapping[str, int]) -> int:
     """Global index of the first local element of a dim held as one contiguous run."""
     start, inner_of_all = 0, length
+    if not list(layout.shards(dim)):
+        return 0
     for axis, shard in layout.shards(dim):
         p = shard.pieces[0]
         if len(shard.pieces) > 1:

@@ -1,7 +1,7 @@
 """What ranks tell each other before they act: a mismatch is an error on every rank, never a hang."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,9 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
+
+
+LIMIT = 1 << 20  # bytes that are hashed at every call
 
 
 @dataclass(frozen=True)
@@ -34,37 +37,57 @@ class Agreement:
             return Agreement(mesh, ranks, world)
         return Agreement(mesh, ranks, dist.new_group(list(ranks), backend="gloo"))
 
-    def __call__(self, text: str, rows: int | None) -> tuple[int, ...]:
+    def __call__(self, text: str, rows: int | None, same: int = 0, own: int = 0) -> tuple[int, ...]:
         """The rows of every data rank, row-major over the data axes.
 
-        Raises AutoparError ``rank-mismatch`` on every rank where the texts differ, or where ranks that hold the same rows
-        disagree about how many.
+        Args:
+            text: must be equal on all ranks.
+            rows: of this data rank; equal on ranks that differ in model axes only.
+            same: checksum of inputs that must be equal on all ranks; 0 where unknown.
+            own: checksum of this data rank's rows, equal on ranks that differ in model axes only; 0 where unknown.
+
+        Raises AutoparError ``rank-mismatch`` on every rank where they are not.
         """
         mine = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
         count = -1 if rows is None else rows
         if self.group is None:
             return (count,) * self.mesh.data_size
-        sent = torch.tensor([mine, count], dtype=torch.int64)
+        sent = torch.tensor([mine, count, same, own], dtype=torch.int64)
         found = [torch.empty_like(sent) for _ in self.ranks]
         dist.all_gather(found, sent, group=self.group)
-        pairs = [(int(h), int(n)) for h, n in (t.tolist() for t in found)]
-        self._check(pairs)
-        by_place: dict[tuple[int, ...], int] = {}
-        for at, (rank, (_, n)) in zip(self.mesh, enumerate(pairs)):
-            place = self._data_place(at)
-            if by_place.setdefault(place, n) != n:
-                self._refuse(f"rank {rank} has {n} rows, another rank of the same data has {by_place[place]}")
-        return tuple(by_place.values())
+        told = [tuple(t.tolist()) for t in found]
+        self._equal([t[0] for t in told], "in model, inputs other than rows, mode or plan")
+        self._equal([t[2] for t in told], "in the values of inputs that have no batch dim")
+        by_place: dict[tuple[int, ...], tuple[int, int, int]] = {}
+        for at, rank, (_, n, _, rows_sum) in zip(self.mesh, self.ranks, told):
+            first, count, total = by_place.setdefault(self._data_place(at), (rank, n, rows_sum))
+            if n != count:
+                self._refuse(f"rank {rank} has {n} rows, rank {first} of the same data has {count}")
+            if rows_sum and total and rows_sum != total:
+                self._refuse(f"ranks {first} and {rank} are one data rank but got different rows")
+        return tuple(n for _, n, _ in by_place.values())
 
     def _data_place(self, at: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(at[a] for a in self.mesh.data_axes)
 
-    def _check(self, pairs: list[tuple[int, int]]) -> None:
-        hashes = [h for h, _ in pairs]
-        if len(set(hashes)) > 1:
-            usual = max(set(hashes), key=hashes.count)
-            odd = [r for r, h in zip(self.ranks, hashes) if h != usual]
-            self._refuse(f"ranks {odd} differ from the others in model, inputs other than rows, mode or plan")
+    def _equal(self, values: list[int], what: str) -> None:
+        known = [v for v in values if v]
+        if len(set(known)) > 1:
+            usual = max(dict.fromkeys(known), key=known.count)
+            odd = [r for r, v in zip(self.ranks, values) if v not in (0, usual)]
+            self._refuse(f"ranks {odd} differ from the others {what}")
 
     def _refuse(self, why: str) -> None:
-        raise AutoparError("rank-mismatch", f"mesh {self.mesh}: {why}", "call every rank with the same model and structure")
+        fix = "call every rank with the same model, structure and mode, and ranks of one data rank with the same rows"
+        raise AutoparError("rank-mismatch", f"mesh {self.mesh}: {why}", fix)
+
+
+def checksum(tensors: Iterable[torch.Tensor]) -> int:
+    """A hash of the values of CPU tensors of at most ``LIMIT`` bytes together; 0 otherwise: unknown."""
+    tensors = list(tensors)
+    if not tensors or any(t.device.type != "cpu" for t in tensors) or sum(t.nbytes for t in tensors) > LIMIT:
+        return 0
+    digest = hashlib.blake2b(digest_size=7)
+    for t in tensors:
+        digest.update(t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return 1 + int.from_bytes(digest.digest(), "little")

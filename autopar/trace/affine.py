@@ -42,6 +42,12 @@ class Affine:
         """Least value over every index of a tensor of this shape."""
         return self.const + sum(min(0, c * (shape[d] - 1)) for d, c in self.terms)
 
+    @property
+    def reduced(self) -> "Affine":
+        """The smallest coefficients with which ``self >= 0`` says the same of integers."""
+        g = math.gcd(*(c for _, c in self.terms)) or 1
+        return Affine(tuple((d, c // g) for d, c in self.terms), self.const // g)
+
     def without(self, shape: tuple[int, ...]) -> "Affine":
         """Without the terms of dims of length 1."""
         return Affine(tuple((d, c) for d, c in self.terms if shape[d] != 1), self.const)
@@ -247,8 +253,14 @@ def element(value: Any, index: tuple[int, ...]) -> Any:
         return element(args[0], at)
     if target in (aten.slice.Tensor, aten.cat.default, aten.cumsum.default):
         return _element_along(value, list(at))
-    operands = [element(a, at) for a in args]
-    return target(*(torch.tensor(o) if isinstance(a, fx.Node) else o for o, a in zip(operands, args))).item()  # type: ignore[operator]
+    return target(*(_scalar(a, element(a, at)) for a in args)).item()  # type: ignore[operator]
+
+
+def _scalar(argument: Any, value: Any) -> Any:
+    """One element as the 0-d tensor that stands for its tensor."""
+    return (
+        torch.tensor(value, dtype=argument.meta["spec"].dtype, device="cpu") if isinstance(argument, fx.Node) else value
+    )
 
 
 def _element_along(value: fx.Node, at: list[int]) -> Any:

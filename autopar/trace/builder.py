@@ -122,7 +122,7 @@ class Builder:
 
         metas = [torch.empty(shape(n), dtype=dtype(n), device="meta") for n in inputs]
         with torch.no_grad():
-            module = make_fx(closed)(*metas)
+            module = make_fx(torch.func.functionalize(closed, remove="mutations"))(*metas)
         env: dict[fx.Node, Any] = {}
         places = iter(inputs)
         for node in module.graph.nodes:

@@ -24,6 +24,13 @@ def _native_dropout(b: Builder, x: fx.Node, p: float, train: bool | None) -> tup
     return _dropout(b, x, p, train is not False), None
 
 
+@lowering(aten.bernoulli.p)
+def bernoulli(b: Builder, x: fx.Node, p: float, **_: Any) -> fx.Node:
+    """Ones at probability p: where a dropout of ones leaves something."""
+    left = b.emit(ops.dropout, b.full(shape(x), 1, dtype(x)), 1 - float(p), b.key(), spec=x.meta["spec"])
+    return b.cast(b.emit(aten.ne.Scalar, left, 0), dtype(x))
+
+
 @lowering(aten.feature_dropout.default)
 def feature_dropout(b: Builder, x: fx.Node, p: float, train: bool) -> fx.Node:
     """Whole channels at once: a dropped-out mask of ones, multiplied in."""
@@ -232,6 +239,19 @@ def _bce_logits(x: Tensor, y: Tensor, weight: Tensor | None, positive: Tensor | 
     soft = F.softplus(-x)
     loss = (1 - y) * x + (soft if positive is None else (1 + (positive - 1) * y) * soft)
     return _finish(loss if weight is None else loss * weight, reduction)
+
+
+def _cosine(x: Tensor, y: Tensor, dim: int, eps: float) -> Tensor:
+    """``cosine_similarity`` of ATen/native/Distance.cpp: the norms are bounded below without changing their gradient."""
+    x, y = torch.broadcast_tensors(x, y)
+    norms = [torch.linalg.vector_norm(t, 2, dim, keepdim=True) for t in (x, y)]
+    a, b = (n + (n.clamp_min(eps) - n).detach() for n in norms)
+    return (x / a * (y / b)).sum(dim)
+
+
+@lowering(aten.cosine_similarity.default)
+def _cosine_similarity(b: Builder, x: fx.Node, y: fx.Node, dim: int = 1, eps: float = 1e-8) -> Any:
+    return b.inline(_cosine, x, y, dim, eps)
 
 
 @lowering(aten.mse_loss.default)

@@ -22,15 +22,24 @@ def is_user(path: str) -> bool:
 
 
 def module_of(node: fx.Node) -> str:
-    """Path of the innermost module that was running, without call counts; "" for the model itself."""
-    return re.sub(r"@\d+", "", call_of(node))
+    """Path of the innermost module that was running; "" for the model itself."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return str(list(stack.values())[-1][0]).partition(".")[2] if stack else ""
 
 
 def call_of(node: fx.Node) -> str:
-    """Path of the innermost module call: as ``module_of``, with ``@n`` on the n-th further call of one module."""
-    stack = node.meta.get("nn_module_stack") or {}
-    last = list(stack.values())[-1][0] if stack else ""
-    return str(last).partition(".")[2]
+    """Path of the innermost module call: as ``module_of``, with ``@n`` after a module that was called n times before."""
+    call = inside = ""
+    for key, (path, *_) in (node.meta.get("nn_module_stack") or {}).items():
+        path = str(path).partition(".")[2]
+        if not path:
+            continue
+        count = key.rpartition("@")[2] if "@" in key else ""
+        nested = not inside or path.startswith(inside + ".")
+        step = path[len(inside) + 1 :] if inside and nested else path
+        call = (f"{call}.{step}" if call and nested else step) + (f"@{count}" if count else "")
+        inside = path
+    return call
 
 
 def source_of(node: fx.Node) -> str:

@@ -31,7 +31,7 @@ def mask_kind(mask: fx.Node) -> str:
     size = shape_of(mask)
     if seen is None or len(size) < 2:
         return ""
-    left = {c for c in seen if c.lowest(size) < 0}
+    left = {c.reduced for c in seen if c.lowest(size) < 0}
     kind = "full" if not left else "causal" if left == {CAUSAL} else ""
     return kind if kind and _confirmed(mask, size, kind, shown) else ""
 

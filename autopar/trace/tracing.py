@@ -94,7 +94,7 @@ def global_inputs(
     batch_dims: BatchDims | None,
 ) -> tuple[tuple[Input, ...], tuple[int, ...]]:
     """The inputs with the global batch in place of one data rank's, and the rows of each data rank."""
-    dims = _batch_dims(structure, tensors, batch_dims)
+    dims = batch_dims_of(structure, tensors, batch_dims)
     own = next((t.shape[d] for t, d in zip(tensors, dims) if d is not None), None)
     if own is None:
         return tuple(Input(n, Spec(tuple(t.shape), t.dtype), None) for n, t in zip(structure.names, tensors)), ()
@@ -108,7 +108,8 @@ def global_inputs(
     return tuple(inputs), rows
 
 
-def _batch_dims(structure: Structure, tensors: list[Tensor], given: BatchDims | None) -> list[int | None]:
+def batch_dims_of(structure: Structure, tensors: list[Tensor], given: BatchDims | None) -> list[int | None]:
+    """The batch dim of each input, None for those without. Raises AutoparError ``batch-dims``."""
     if given is None:
         first = next((t.shape[0] for t in tensors if t.ndim), None)
         return [0 if t.ndim and t.shape[0] == first else None for t in tensors]
@@ -116,7 +117,7 @@ def _batch_dims(structure: Structure, tensors: list[Tensor], given: BatchDims | 
         unknown = sorted(set(given) - set(structure.names))
         if unknown:
             _refuse(f"batch_dims: no input is named {', '.join(unknown)}", f"names: {', '.join(structure.names)}")
-        default = _batch_dims(structure, tensors, None)
+        default = batch_dims_of(structure, tensors, None)
         dims = [given.get(n, d) for n, d in zip(structure.names, default)]
     else:
         dims = list(given)

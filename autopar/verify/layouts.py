@@ -1,13 +1,16 @@
 """Every layout follows from the rules: the same rules that the solver chose from, applied to what the program says."""
 
+from dataclasses import replace
+
 from torch import fx
 
 from autopar.ir import ops
-from autopar.ir.layout import I, P, R, Layout, Type
+from autopar.ir.layout import I, Layout, P, R, Shard, Type
 from autopar.ir.program import Form, Program, tensor_args
 from autopar.rules.strategies import canonical, legal
 from autopar.solve.annotate import layout_of, layouts
 from autopar.solve.flow import block_outputs, is_op, placeholders
+from autopar.solve.sources import batch_shard
 from autopar.verify.structure import fault
 
 
@@ -15,8 +18,9 @@ def check_layouts(program: Program, after: str = "") -> None:
     """Recompute each node's types on each axis.
 
     Raises AutoparError ``layout-mismatch`` where a reader gets another layout than it is computed for, or an op cannot make
-    its output from its inputs (a partial value that meets a nonlinear op, a missing or doubled conversion), and
-    ``output-layout`` where the program returns something that is not what its caller expects.
+    its output from its inputs (a partial value that meets a nonlinear op, a missing or doubled conversion), ``input-layout``
+    and ``param-layout`` where the program takes an input or a parameter in another way than its caller holds it, and
+    ``output-layout`` where it returns something that is not what its caller expects.
     """
     axes = annotated(program)
     for name, graph in program.graphs():
@@ -25,6 +29,8 @@ def check_layouts(program: Program, after: str = "") -> None:
                 _check_op(axes, graph, node, name, after)
             elif node.op == "call_module" and program.form == Form.RESHARDED:
                 _check_call(program, node, after)
+    _check_inputs(program, after)
+    check_params(program, after)
     _check_outputs(program, after)
 
 
@@ -77,6 +83,24 @@ def _same(graph: fx.Graph, node: fx.Node, have: Layout, want: Layout, value: fx.
             raise fault("layout-mismatch", graph, node, f"{value} is {have.get(axis)} on {axis}, its reader wants {kind}", "", after)
 
 
+def rows_of(program: Program, axis: str, batch_dim: int | None) -> Type:
+    """What the caller holds on ``axis`` of a tensor with this batch dim: its rows where the axis carries data."""
+    if batch_dim is None or not program.mesh.is_data(axis) or program.mesh.size(axis) == 1:
+        return I
+    return replace(batch_shard(program.mesh, axis, program.rows), dim=batch_dim)
+
+
+def _check_inputs(program: Program, after: str) -> None:
+    for node in placeholders(program.graph):
+        if "input" in node.meta:
+            entry = program.inputs[node.meta["input"]]
+            for axis, kind in layout_of(node).types:
+                want = rows_of(program, axis, entry.batch_dim)
+                if not equal(kind, want, node):
+                    why = f"input {entry.name} is {kind} on {axis}, its caller holds {want}"
+                    raise fault("input-layout", program.graph, node, why, "", after)
+
+
 def _check_outputs(program: Program, after: str) -> None:
     if program.form != Form.RESHARDED:
         return
@@ -86,21 +110,25 @@ def _check_outputs(program: Program, after: str) -> None:
             continue
         for axis, kind in layout_of(arg).types:
             data = program.mesh.is_data(axis)
-            want = P if entry.kind == "loss" and data else I
-            sharded = data and entry.kind == "user" and entry.batch_dim is not None
-            if not equal(kind, want, arg) and not sharded:
+            want = P if entry.kind == "loss" and data else rows_of(program, axis, entry.batch_dim)
+            if not equal(kind, want, arg):
                 why = f"output {entry.name} is {kind} on {axis}, not {want}"
                 raise fault("output-layout", program.graph, out, why, "", after)
 
 
-def check_params(program: Program) -> None:
-    """On data axes a trainable parameter is R, elsewhere I or sharded. Raises AutoparError ``param-layout``."""
-    for param in program.params.values():
-        for axis, kind in (param.layout or Layout()).types:
-            bad = {P, I} if program.mesh.is_data(axis) and param.kind == "parameter" else {P, R}
-            if kind in bad and param.spec.is_float:
-                node = next(iter(program.graph.nodes))
-                raise fault("param-layout", program.graph, node, f"{param.name} is {kind} on {axis}", "", "")
+def check_params(program: Program, after: str = "") -> None:
+    """On data axes a trainable parameter is R, elsewhere I; or sharded. The rest is I, or sharded.
 
-
-
+    Raises AutoparError ``param-layout``, also where the graph takes a parameter otherwise than the table says.
+    """
+    for node in placeholders(program.graph):
+        if "param" not in node.meta:
+            continue
+        param = program.params[node.meta["param"]]
+        held = param.layout or Layout()
+        for axis, kind in layout_of(node).types:
+            want = R if program.mesh.is_data(axis) else I
+            fine = isinstance(kind, Shard) or equal(kind, want, node)
+            if not fine or not equal(kind, held.get(axis), node):
+                why = f"{param.name} is {kind} on {axis}, held as {held.get(axis)}; whole it would be {want}"
+                raise fault("param-layout", program.graph, node, why, "", after)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.compile import Compiler, Variant, check_axes, only_loss
+from autopar.compile import Variant, check_axes, only_loss
 from autopar.emit.module import ParallelModule
 from autopar.emit.params import Place, initialise
 from autopar.errors import AutoparError
@@ -17,12 +17,14 @@ from autopar.ir.evaluate import evaluate
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.base import Context
-from autopar.passes.pipeline import run
+from autopar.passes.pipeline import parse, run
 from autopar.runtime.random import Streams
 from autopar.runtime.simulate import device_mesh, run_ranks
 from autopar.strategy import Strategy
 from autopar.trace import Structure, Traced, trace
 from autopar.trace.structure import scan
+from autopar.trace.tracing import batch_dims_of
+from autopar.verify.order import check_order
 from autopar.verify.widen import quiet, widen
 
 NOISE = 1e-4  # a gradient below this part of the largest is measured against it: those of key biases are zero but for rounding
@@ -94,8 +96,7 @@ class _Bench:
     def __init__(self, model, sizes, args, kwargs, loss, batch_dims, strategy, fp64):  # type: ignore[no-untyped-def]
         self.sizes, self.strategy = sizes, strategy
         structure, self.inputs = Structure.of(model, args, kwargs)
-        helper = Compiler(model, sizes, strategy, at=lambda m: {}, agree=lambda t, n: (), batch_dims=batch_dims)
-        self.dims = helper._batch_dims(structure, self.inputs)
+        self.dims = batch_dims_of(structure, self.inputs, batch_dims)
         total = next((t.shape[d] for t, d in zip(self.inputs, self.dims) if d is not None), sizes.data_size)
         if total < sizes.data_size:
             raise AutoparError("few-rows", f"{total} rows for {sizes.data_size} data ranks", "verify with a larger batch")
@@ -142,7 +143,10 @@ class _Bench:
         """Run and compare."""
         want = self.reference()
         programs = {only: self.plan(only) for only in (True, False)}
-        found = run_ranks(self.sizes, lambda rank: self.rank(rank, programs))
+        local = [self.lower(rank, programs) for rank in range(self.sizes.world)]
+        for only in programs:
+            check_order(p[only] for p in local)
+        found = run_ranks(self.sizes, lambda rank: self.rank(rank, programs, local[rank]))
         errors: dict[str, float] = {}
         largest = max((float(g.abs().max()) for n, g in want.items() if n.startswith("grad.") and g is not None), default=0.0)
         for rank, got in enumerate(found):
@@ -156,8 +160,6 @@ class _Bench:
 
     def plan(self, loss_only: bool) -> Program:
         """The program of all ranks, before ``localize``."""
-        from autopar.passes.pipeline import parse
-
         program = only_loss(self.traced.program) if loss_only else self.traced.program
         pinned = {} if loss_only else self.pinned
         passes = [p for p in parse(self.strategy.pipeline) if p.name != "localize"]
@@ -201,10 +203,15 @@ class _Bench:
             index = index * self.sizes.size(axis) + at[axis]
         return index
 
-    def rank(self, rank: int, programs: Mapping[bool, Program]) -> dict[str, Tensor | None]:
-        """Everything that one rank computes, whole gradients included."""
+    def lower(self, rank: int, programs: Mapping[bool, Program]) -> dict[bool, Program]:
+        """The rank's own programs."""
         at = programs[True].mesh.coordinates(rank)
-        local = {only: run(p, "localize", Context(at=at)) for only, p in programs.items()}
+        return {only: run(p, "localize", Context(at=at)) for only, p in programs.items()}
+
+    def rank(
+        self, rank: int, programs: Mapping[bool, Program], local: Mapping[bool, Program]
+    ) -> dict[str, Tensor | None]:
+        """Everything that one rank computes, whole gradients included."""
         structure = self.plain.structure
         fixed = _Fixed({only: Variant(local[only], structure, self.traced.constants, p) for only, p in programs.items()})
         place = Place.of(programs[True].mesh, device_mesh(programs[True].mesh))
@@ -273,7 +280,7 @@ def relative(got: Tensor | None, want: Tensor | None, least: float = 0.0) -> flo
         return float("inf")
     if want.numel() == 0:
         return 0.0
-    got, want = got.to(torch.float64), want.to(torch.float64)
+    got, want = got.detach().to(torch.float64), want.detach().to(torch.float64)
     if bool((torch.isfinite(got) != torch.isfinite(want)).any()):
         return float("inf")
     finite = torch.isfinite(want)

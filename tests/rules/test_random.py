@@ -24,7 +24,7 @@ def masks(op: Op, a: Assignment, seed: int = 0) -> list[Tensor]:
     found = []
     for c, x in enumerate(parts):
         node = localized(op, a, WAYS, c)
-        x = x.requires_grad_()
+        x = x.clone().requires_grad_()
         handles = [Axis(h.name, WAYS, c, "") for h in node.args[3]]
         out = node.target(x, *node.args[1:3], tuple(handles), Rng(torch.tensor(seed)))
         out.sum().backward()

@@ -80,11 +80,11 @@ SAME: dict[str, Callable[[Tensor], Any]] = {
     "index_select": lambda x: x.index_select(1, torch.arange(2, 5)) * 2,
     "index_real": lambda x: x[:, torch.tensor([3, 0, 3])] * 2 if False else x.roll(1, 1) * 2,
     "movedim": lambda x: x.movedim(0, -1).mT.contiguous().sin(),
-    "rsub": lambda x: (1.5 - x) * (2 - x).rsub(3, alpha=2),
+    "rsub": lambda x: (1.5 - x) * torch.rsub(2 - x, 3, alpha=2),
     "alpha": lambda x: torch.add(x, x.sin(), alpha=0.5) - torch.sub(x, 2, alpha=3),
     "addcmul": lambda x: torch.addcmul(x, x, x.sin(), value=0.5) + torch.addcdiv(x, x, x.exp(), value=2),
     "baddbmm": lambda x: torch.baddbmm(x[:, :, :6], x, x.mT, beta=0.5, alpha=2.0),
-    "baddbmm_zero": lambda x: torch.baddbmm(x[:, :, :6] * float("nan"), x, x.mT, beta=0),
+    "baddbmm_zero": lambda x: torch.baddbmm(x[:, :, :6].detach() * float("nan"), x, x.mT, beta=0),
     "einsum": lambda x: torch.einsum("bsd,btd->bst", x, x.sin()),
     "matmul_t": lambda x: x @ x[0].T,
     "lerp": lambda x: torch.lerp(x, x.sin(), 0.3),
@@ -103,7 +103,7 @@ SAME: dict[str, Callable[[Tensor], Any]] = {
     "batch_norm": lambda x: F.batch_norm(x, None, None, x[0, :, 0], None, training=True, momentum=0.1),
     "inplace": lambda x: x.clone().mul_(2).add_(x)[:, 1:].clone().fill_(3.0) + x[:, 1:],
     "select_write": lambda x: _write(x),
-    "detach": lambda x: x * (x.sin().detach() + x.data.cos()),
+    "detach": lambda x: x * (x.sin().detach() + x.detach().cos()),
     "gelu": lambda x: F.gelu(x, approximate="tanh") + F.silu(x) + F.softplus(x) + F.leaky_relu(x) + F.elu(x) + F.mish(x),
     "glu": lambda x: F.glu(x, -1) + F.hardtanh(x)[..., :4] + F.relu6(x)[..., 4:],
     "cumsum": lambda x: x.cumsum(1) + x.sort(-1).values + x.topk(8, -1).values,
@@ -134,7 +134,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     ),
     "l1": lambda x, y: F.l1_loss(x, y) + F.smooth_l1_loss(x, y, beta=0.5) + F.huber_loss(x, y, delta=0.7),
     "bce": lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
-    "bce_logits": lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid(), pos_weight=y[0, 0].exp()),
+    "bce_logits": lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid(), pos_weight=y[0, 0].detach().exp()),
     "kl": lambda x, y: F.kl_div(F.log_softmax(x, -1), y.softmax(-1), reduction="batchmean"),
     "cosine": lambda x, y: F.cosine_similarity(x, y, dim=-1).mean(),
 }
@@ -153,7 +153,7 @@ def test_cross_entropy(reduction: str, weighted: bool, smoothing: float) -> None
     weight = torch.linspace(0.5, 2, 6, dtype=torch.float64)
 
     def loss(x: Tensor, t: Tensor, w: Tensor) -> Tensor:
-        given = w if weighted else None
+        given = w.detach() if weighted else None
         return F.cross_entropy(x, t, given, ignore_index=-1, reduction=reduction, label_smoothing=smoothing)
 
     program = check(loss, X, target, weight)

@@ -1,0 +1,273 @@
+"""Step time of a 4-layer Llama on two gloo processes, tp=2: the emitted module against a hand-written plan.
+
+    python benchmarks/step.py
+
+Both compute the loss and every gradient; they take turns in one run, and who goes first alternates. The hand-written
+plan is torch's ``parallelize_module``: columns, rows, sequence parallelism, loss parallel. Then one rank: the emitted
+module against the eager model. Losses and gradients are compared first; exit status 1 where they differ.
+"""
+
+import argparse
+import copy
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import autopar
+
+WAYS = 2
+HIDDEN, TOKENS, LAYERS, VOCABULARY = 512, 512, 4, 4096
+RESAMPLES = 2000
+TOLERANCE = 1e-4  # of each tensor's largest value, in float32
+Step = Callable[[], Tensor]
+
+
+def llama(layers: int = LAYERS) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=1408,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=TOKENS,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (1, TOKENS), generator=generator)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def by_hand(model: LlamaForCausalLM, mesh: DeviceMesh) -> Step:
+    """The plan that one writes with torch: sequence parallel between products, loss parallel at the end."""
+    whole, positions = Replicate(), Shard(1)
+    plan: dict[str, ParallelStyle] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=positions),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=positions, output_layouts=Shard(-1), use_local_output=False),
+    }
+    for i in range(len(model.model.layers)):
+        at = f"model.layers.{i}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            plan[f"{at}.{norm}"] = SequenceParallel()
+        plan[f"{at}.self_attn"] = PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": positions}, desired_input_kwarg_layouts={"hidden_states": whole}
+        )
+        plan[f"{at}.mlp"] = PrepareModuleInput(input_layouts=(positions,), desired_input_layouts=(whole,))
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+            plan[f"{at}.{name}"] = ColwiseParallel()
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            plan[f"{at}.{name}"] = RowwiseParallel(output_layouts=positions)
+    parallelize_module(model, mesh, plan)
+    # The model would count positions from the sharded embeddings.
+    given = {**batch(), "position_ids": torch.arange(TOKENS)[None]}
+
+    def step() -> Tensor:
+        with loss_parallel():
+            loss: Tensor = model(**given).loss
+            loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def emitted(module: autopar.ParallelModule) -> Step:
+    given = batch()
+    return lambda: module.train_step(**given)
+
+
+def eager(model: LlamaForCausalLM) -> Step:
+    given = batch()
+
+    def step() -> Tensor:
+        loss: Tensor = model(**given).loss
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+class Counts(TorchDispatchMode):
+    """Collectives, bytes that a rank sends (ring algorithms) and flops, as the rank's own tensors are computed."""
+
+    FACTORS: Mapping[str, float] = {"all_reduce": 2 / WAYS, "all_gather_into_tensor": 1.0, "reduce_scatter_tensor": 1 / WAYS}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives: Counter[str] = Counter()
+        self.bytes, self.flops = 0.0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # DTensor's own dispatch comes first; this mode then sees what it runs
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if func.namespace == "_c10d_functional" and name in self.FACTORS:
+            self.collectives[name] += 1
+            self.bytes += args[0].numel() * args[0].itemsize * self.FACTORS[name] * (WAYS - 1)
+        elif func.namespace == "_c10d_functional" and "wait" not in name and "wrap" not in name:
+            raise NotImplementedError(f"bytes of {name}")
+        elif func.overloadpacket in flop_registry:
+            self.flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def counted(step: Step) -> Counts:
+    with Counts() as counts:
+        step()
+    return counts
+
+
+def pairs(first: Step, second: Step, modules: tuple[nn.Module, nn.Module], times: int) -> list[tuple[float, float]]:
+    """Seconds of both steps, ``times`` over; a barrier before and after each where there are several ranks."""
+
+    def timed(step: Step, module: nn.Module) -> float:
+        module.zero_grad()
+        meet()
+        start = time.perf_counter()
+        step()
+        meet()
+        return time.perf_counter() - start
+
+    found = []
+    for i in range(times + 3):
+        if i % 2:
+            b, a = timed(second, modules[1]), timed(first, modules[0])
+        else:
+            a, b = timed(first, modules[0]), timed(second, modules[1])
+        found.append((a, b))
+    return found[3:]
+
+
+def meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def interval(values: list[float]) -> tuple[float, float, float]:
+    """Median, and the bounds of its 95 % bootstrap interval."""
+    generator = torch.Generator().manual_seed(0)
+    given = torch.tensor(values)
+    picks = torch.randint(0, len(values), (RESAMPLES, len(values)), generator=generator)
+    medians = given[picks].median(dim=1).values.sort().values
+    low, high = (float(medians[int(q * (RESAMPLES - 1))]) for q in (0.025, 0.975))
+    return statistics.median(values), low, high
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    """Whole gradients by name. Collective."""
+    if isinstance(module, autopar.ParallelModule):
+        return {n: g for n, g in module.full_gradients().items() if g is not None}
+    grads = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+
+
+def check(name: str, step: Step, module: nn.Module, reference: nn.Module) -> None:
+    """Exits where loss or gradients are not the reference's."""
+    module.zero_grad()
+    reference.zero_grad()
+    loss, wanted = step(), eager(reference)()
+    loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+    errors = {"loss": float((loss - wanted).abs() / wanted.abs())}
+    found = gradients(module)
+    for key, grad in gradients(reference).items():
+        errors[key] = float((found[key] - grad).abs().max() / grad.abs().max())
+    worst = max(errors, key=lambda k: errors[k])
+    if errors[worst] > TOLERANCE:
+        raise SystemExit(f"{name}: {worst} differs by {errors[worst]:.1e}")
+
+
+def worker(rank: int, store: str, times: int) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", rank=rank, world_size=WAYS, init_method=f"file://{store}")
+    mesh = init_device_mesh("cpu", (WAYS,), mesh_dim_names=("tp",))
+    reference = llama()
+    hand = copy.deepcopy(reference)
+    steps: dict[str, tuple[Step, nn.Module]] = {"by hand": (by_hand(hand, mesh), hand)}
+    for name, sequence in (("emitted", False), ("emitted, sequence parallel", True)):
+        strategy = autopar.Strategy(sequence_parallel=sequence)
+        module = autopar.parallelize(reference, mesh, kwargs=batch(), strategy=strategy)
+        steps[name] = (emitted(module), module)
+    for name, (step, module) in steps.items():
+        check(name, step, module, reference)
+    table = Table("tp=2", "step", "all_reduce", "all_gather", "reduce_scatter", "MiB sent", "GFLOP", "of by hand, 95 %")
+    for name, (step, module) in steps.items():
+        counts, ratio, median = counted(step), "", 0.0
+        if name != "by hand":
+            found = pairs(step, steps["by hand"][0], (module, hand), times)
+            ratio = "{:.3f} [{:.3f}, {:.3f}]".format(*interval([a / b for a, b in found]))
+            median = statistics.median(a for a, _ in found)
+        else:
+            median = statistics.median(a for a, _ in pairs(step, step, (module, module), 5))
+        calls = (str(counts.collectives[c]) for c in Counts.FACTORS)
+        size = f"{counts.bytes / 2**20:.2f}"
+        table.add_row(name, f"{median * 1e3:.1f} ms", *calls, size, f"{counts.flops / 1e9:.2f}", ratio)
+    if rank == 0:
+        Console(width=140).print(table)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def one_rank(times: int) -> None:
+    model = llama()
+    module = autopar.parallelize(copy.deepcopy(model), "tp=1", kwargs=batch())
+    step = emitted(module)
+    check("one rank", step, module, model)
+    found = pairs(step, eager(model), (module, model), times)
+    table = Table("one rank", "step", "GFLOP", "of eager, 95 %")
+    table.add_row("eager", f"{statistics.median(b for _, b in found) * 1e3:.1f} ms", f"{counted(eager(model)).flops / 1e9:.2f}")
+    ratio = "{:.3f} [{:.3f}, {:.3f}]".format(*interval([a / b for a, b in found]))
+    median = statistics.median(a for a, _ in found)
+    table.add_row("emitted", f"{median * 1e3:.1f} ms", f"{counted(step).flops / 1e9:.2f}", ratio)
+    Console(width=140).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="step time, emitted against hand-written")
+    parser.add_argument("--pairs", type=int, default=40, help="alternating pairs of steps (default 40)")
+    parser.add_argument("--only", choices=("tp", "one"), help="one of the two tables")
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if options.only != "one":
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(worker, args=(os.path.join(folder, "store"), options.pairs), nprocs=WAYS)
+    if options.only != "tp":
+        one_rank(options.pairs)
+
+
+if __name__ == "__main__":
+    main()
