@@ -53,18 +53,22 @@ def lower(
     after: str | None = None,
     rank: int = 0,
     train: bool | None = None,
+    loss_only: bool = False,
     on_pass: OnPass | None = None,
 ) -> Program:
-    """The program of ``rank`` after the pass ``after`` (all passes where None), from one data rank's example inputs."""
+    """The program of ``rank`` after the pass ``after`` (all passes where None), from one data rank's example inputs.
+
+    ``loss_only``: that of a training step, which makes no output that nobody reads, where the model has a loss.
+    """
     check_axes(mesh)
     strategy = Strategy.of(strategy)
     traced = trace(model, args, kwargs, mesh=mesh, loss=loss, train=model.training if train is None else train)
+    program = only_loss(traced.program) if loss_only else traced.program
     if on_pass:
-        on_pass("trace", traced.program)
+        on_pass("trace", program)
     if after == "trace":
-        return traced.program
+        return program
     context = Context(load(strategy.hardware), strict=strategy.strict)
-    program = traced.program
     for p in parse(strategy.pipeline):
         context.at = program.mesh.coordinates(rank)
         program = run(program, [p], context)
@@ -215,7 +219,7 @@ def only_loss(program: Program) -> Program:
     program = program.clone()
     out = next(n for n in reversed(program.graph.nodes) if n.op == "output")
     keep = [i for i, o in enumerate(program.outputs) if o.kind != "user"]
-    out.args = (tuple(out.args[0][i] for i in keep),)  # type: ignore[index]
+    out.args = (tuple(out.args[0][i] for i in keep),)
     program.outputs = tuple(program.outputs[i] for i in keep)
     for node in reversed(list(program.graph.nodes)):
         if not node.users and node.op not in ("output", "placeholder"):

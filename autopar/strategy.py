@@ -1,6 +1,7 @@
 """What a user may choose, and the pipeline that it stands for."""
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from autopar.errors import AutoparError
 
@@ -64,7 +65,7 @@ class Strategy:
         if isinstance(strategy, Strategy):
             return strategy
         known = {f.name: f for f in fields(Strategy)}
-        given = {}
+        given: dict[str, Any] = {}
         for word in filter(None, (w.strip() for w in (strategy or "").split(","))):
             name, _, value = word.partition("=")
             if name == "default":

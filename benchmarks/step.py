@@ -121,7 +121,12 @@ def eager(model: LlamaForCausalLM) -> Step:
 class Counts(TorchDispatchMode):
     """Collectives, bytes that a rank sends (ring algorithms) and flops, as the rank's own tensors are computed."""
 
-    FACTORS: Mapping[str, float] = {"all_reduce": 2 / WAYS, "all_gather_into_tensor": 1.0, "reduce_scatter_tensor": 1 / WAYS}
+    FACTORS: Mapping[str, float] = {  # of the input, for each other rank
+        "all_reduce": 2 / WAYS,
+        "all_gather_into_tensor": 1.0,
+        "reduce_scatter_tensor": 1 / WAYS,
+        "all_to_all_single": 1 / WAYS,
+    }
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +227,7 @@ def worker(rank: int, store: str, times: int) -> None:
         steps[name] = (emitted(module), module)
     for name, (step, module) in steps.items():
         check(name, step, module, reference)
-    table = Table("tp=2", "step", "all_reduce", "all_gather", "reduce_scatter", "MiB sent", "GFLOP", "of by hand, 95 %")
+    table = Table("tp=2", "step", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "MiB sent", "GFLOP", "of by hand, 95 %")
     for name, (step, module) in steps.items():
         counts, ratio, median = counted(step), "", 0.0
         if name != "by hand":

@@ -54,6 +54,11 @@ class DataParallel(Pass):
                 "uneven-rows", f"rows per data rank are {program.rows}, uneven over {' and '.join(axes)}",
                 "give every data rank as many rows, or use one data axis",
             )  # fmt: skip
+        if axes and program.rows and sum(program.rows) < 2:
+            raise AutoparError(
+                "few-rows", f"{sum(program.rows)} rows in all for {program.mesh.data_size} data ranks",
+                "give the global batch at least two rows",
+            )  # fmt: skip
         start(program)
         flow = flow_of(program)
         relations = relations_of(flow)
@@ -116,7 +121,7 @@ class DataParallel(Pass):
 def output_arg(program: Program, index: int) -> fx.Node | None:
     """The node behind an entry of the outer output; None for a constant."""
     out = next(n for n in reversed(program.graph.nodes) if n.op == "output")
-    arg = out.args[0][index]  # type: ignore[index]
+    arg = out.args[0][index]
     return arg if isinstance(arg, fx.Node) else None
 
 

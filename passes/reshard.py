@@ -85,7 +85,7 @@ class _Resharder:
 
     def _convert(self, value: fx.Node, axis: str, src: Type, dst: Type, layout: Layout, reader: fx.Node) -> fx.Node:
         with self.graph.inserting_before(reader):
-            new = self.graph.call_function(ops.convert, (value, axis, src, dst))
+            new = self.graph.call_function(ops.convert, (value, axis, src, dst))  # type: ignore[arg-type]
         new.meta = {k: v for k, v in value.meta.items() if k in ("spec", "diff")}
         new.meta["layout"] = layout
         for key in ("module", "source"):

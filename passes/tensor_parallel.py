@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import fx
 
 from autopar.errors import AutoparError
-from autopar.ir.layout import I, P, Piece, R, Shard, Type, chunk_sizes
+from autopar.ir.layout import I, P, Piece, R, Shard, Type
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Form, Program, tensor_args
 from autopar.passes.base import Context, Pass
@@ -85,6 +85,7 @@ class TensorParallel(Pass):
             solution = solve(flow, space.choices())
             context.warnings += report_opaque(flow, found, solution, axis, strict=context.strict)
             write(program, flow, axis, solution)
+        context.warnings += _held_whole(program, flow, weights - exempt)
         return program
 
 
@@ -110,6 +111,20 @@ def batch_dims(program: Program, flow: Flow, relations: dict[fx.Node, Relation])
         v: {s.dim for s in shards if s.pieces[0].count * s.pieces[0].inner == s.length and s.pieces[0].inner == 1}
         for v, shards in found.shards.items()
     }
+
+
+def _held_whole(program: Program, flow: Flow, weights: set[int]) -> list[str]:
+    """A message naming the weights of products that every rank of tp holds whole."""
+    parts = program.mesh.parts("tp")
+    whole = []
+    for v in sorted(weights):
+        name = flow.values[v].key[0].meta["param"]
+        layout = program.params[name].layout
+        if layout is not None and not any(isinstance(layout.get(a), Shard) for a in parts):
+            whole.append(f"{name} {list(flow.values[v].spec.shape)}")
+    if not whole or program.mesh.size("tp") == 1:
+        return []
+    return [f"tp={program.mesh.size('tp')}: no dim can be shared out of {', '.join(whole)}; every rank holds them whole"]
 
 
 def _check_heads(program: Program, flow: Flow, found: Candidates, axis: str) -> None:
@@ -207,10 +222,7 @@ class _Space:
 
 
 def _storable(shard: Shard) -> bool:
-    """Whether a parameter can be held so: uneven only in contiguous runs as ``torch.chunk`` cuts them."""
-    if shard.even:
-        return True
-    p = shard.pieces[0]
-    return shard.plain and p.inner == 1 and p.sizes == chunk_sizes(p.count, len(p.sizes or ()))
+    """Whether a parameter can be held so: uneven only in contiguous runs of single rows."""
+    return shard.even or (shard.plain and shard.pieces[0].inner == 1)
 
 

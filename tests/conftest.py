@@ -1,7 +1,10 @@
 import pathlib
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+from tests.ranks import Ranks
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 
@@ -33,3 +36,11 @@ class Golden:
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Golden:
     return Golden(request.config.getoption("--update-goldens"))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Four gloo processes that live as long as the tests do."""
+    pool = Ranks(4)
+    yield pool
+    pool.stop()

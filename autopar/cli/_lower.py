@@ -20,7 +20,9 @@ OnPass = Callable[[str, Program], None]
 class Report(Protocol):
     """What ``autopar.verify`` gives: a text, and whether all is equal."""
 
-    ok: bool
+    @property
+    def ok(self) -> bool:
+        """Whether all is equal."""
 
 
 def data_size(mesh: str) -> int:
@@ -48,6 +50,7 @@ def lower(
     passes: str | None = None,
     after: str | None = None,
     rank: int | None = None,
+    loss_only: bool = False,
     on_pass: OnPass | None = None,
 ) -> Program:
     """The program of ``rank`` (rank 0 where None) after the pass ``after`` (all where None).
@@ -63,7 +66,7 @@ def lower(
         raise AutoparError("unknown-pass", f"the pipeline has no pass {after!r}", f"one of {', '.join(names)}")
     if rank is not None and not 0 <= rank < parsed.world:
         raise AutoparError("unknown-rank", f"rank {rank} of mesh {mesh}", f"ranks are 0 to {parsed.world - 1}")
-    return compile.lower(model, (), kwargs, parsed, strategy, after=after, rank=rank or 0, on_pass=on_pass)
+    return compile.lower(model, (), kwargs, parsed, strategy, after=after, rank=rank or 0, loss_only=loss_only, on_pass=on_pass)
 
 
 def verify(

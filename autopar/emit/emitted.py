@@ -30,8 +30,13 @@ class Structure(Protocol):
 class Variant(Protocol):
     """A LOCAL program for one way of calling the model: mode, shapes, whether only the loss is wanted."""
 
-    program: Program
-    structure: Structure
+    @property
+    def program(self) -> Program:
+        """The program of this rank."""
+
+    @property
+    def structure(self) -> Structure:
+        """The nests of the call."""
 
 
 @dataclass

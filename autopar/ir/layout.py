@@ -114,10 +114,15 @@ I, R, P = Invariant(), Replicated(), Partial()
 
 
 def plain_shard(dim: int, length: int, ways: int) -> Shard | None:
-    """Shard dim ``dim`` of ``length`` elements in contiguous runs; uneven as ``torch.chunk``; None if a rank would be empty."""
+    """Shard dim ``dim`` of ``length`` elements in contiguous runs; None if a rank would be empty.
+
+    Uneven runs are those of ``torch.chunk``, or of ``torch.tensor_split`` where ``chunk`` would leave a rank empty.
+    """
+    if length < ways:
+        return None
     sizes = chunk_sizes(length, ways)
     if min(sizes) == 0:
-        return None
+        sizes = tuple(length // ways + (c < length % ways) for c in range(ways))
     return Shard(dim, (piece(length, length, 1, ways, sizes),))
 
 

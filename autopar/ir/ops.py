@@ -6,6 +6,7 @@ executed as they stand, which is what the verifier compares with.
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -53,5 +54,8 @@ def token_loss(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     flat = F.cross_entropy(logits.flatten(0, -2), target.flatten(), ignore_index=ignore_index, reduction="none")
     return flat.view(target.shape)
 
+
+FACTORIES = (torch.ops.aten.full.default, torch.ops.aten.arange.start_step)
+"""Ops that make a tensor of numbers. They name no device in a Program: whoever runs it says where."""
 
 IR_OPS = (convert, dropout, attention, token_loss)

@@ -10,6 +10,7 @@ from autopar.rules.notation import labels
 from autopar.rules.relation import Dims, Labels, Relation, Reshape, Segments
 
 Builder = Callable[[fx.Node], Relation]
+LabelBuilder = Callable[[fx.Node], Labels]
 
 
 def input_shapes(node: fx.Node) -> list[tuple[int, ...]]:
@@ -33,7 +34,7 @@ def rule(text: str, *linear: Iterable[int]) -> Builder:
     return lambda node: labels(text, input_shapes(node), output_shapes(node), sets)
 
 
-def pointwise(*linear: Iterable[int]) -> Builder:
+def pointwise(*linear: Iterable[int]) -> LabelBuilder:
     """Element by element, with broadcasting. A set of ``linear`` inputs counts only where all of them are tensors."""
     sets = tuple(frozenset(s) for s in linear)
 
@@ -131,6 +132,11 @@ def swap(node: fx.Node, rank: int) -> list[int]:
     a, b = known["dim0"] % rank, known["dim1"] % rank
     order[a], order[b] = order[b], order[a]
     return order
+
+
+def order(node: fx.Node, rank: int) -> list[int]:
+    """Order of ``permute``."""
+    return [d % rank for d in arguments(node)["dims"]]
 
 
 def expand(node: fx.Node) -> Labels:

@@ -105,9 +105,11 @@ class Reshape:
                 b, right, j = self.target[j], [j], j + 1
             while a != b:
                 if a < b and i < len(self.source):
-                    a, i = a * self.source[i], (left.append(i) or i + 1)
+                    left.append(i)
+                    a, i = a * self.source[i], i + 1
                 elif b < a and j < len(self.target):
-                    b, j = b * self.target[j], (right.append(j) or j + 1)
+                    right.append(j)
+                    b, j = b * self.target[j], j + 1
                 else:
                     return []
             out.append((left, right))
@@ -218,7 +220,7 @@ class Segments:
         """Every part sharded as ``part`` is, in proportion to its length."""
         if len(pieces) > 1 or self.lengths[part] == 0:
             return None
-        p, out = pieces[0], []
+        p, out = pieces[0], list[tuple[Piece, ...]]()
         for length in self.lengths:
             if (p.inner * length) % p.length:
                 return None

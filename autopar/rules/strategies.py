@@ -42,9 +42,9 @@ def strategies(node: fx.Node, ports: Sequence[Iterable[Shard]], rel: Relation | 
         found[_canonical(a, ins, outs)] = None
     for port, shards in enumerate(ports):
         for shard in shards:
-            a = rel.transfer(port, shard)
-            if a is not None:
-                found[_canonical(a, ins, outs)] = None
+            made = rel.transfer(port, shard)
+            if made is not None:
+                found[_canonical(made, ins, outs)] = None
     return list(found)
 
 

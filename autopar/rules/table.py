@@ -89,7 +89,7 @@ TABLE: dict[Any, Builder] = {
     aten.flatten.using_ints: b.reshape,
     aten.transpose.int: permuted(b.swap),
     aten.t.default: permuted(lambda node, rank: list(range(rank))[::-1]),
-    aten.permute.default: permuted(lambda node, rank: [d % rank for d in node.args[1]]),  # type: ignore[union-attr]
+    aten.permute.default: permuted(b.order),
     aten.expand.default: b.expand,
     aten.repeat.default: b.repeat,
     aten.split_with_sizes.default: b.split,

@@ -157,10 +157,10 @@ def _readers(flow: Flow, graph: fx.Graph, name: str) -> dict[Key, list[Read]]:
                 readers.setdefault(origin(a), []).append(Read("op", node, port))
         elif node.op == "call_module":
             for port, a in enumerate(node.args):
-                if not flow.values[flow.of(a)].role == "param" or "param" not in _argument(flow, Read("", node, port)).meta:  # type: ignore[arg-type]
-                    readers.setdefault(origin(a), []).append(Read("argument", node, port))  # type: ignore[arg-type]
+                if not flow.values[flow.of(a)].role == "param" or "param" not in _argument(flow, Read("", node, port)).meta:
+                    readers.setdefault(origin(a), []).append(Read("argument", node, port))
         elif node.op == "output" and not name:
-            for port, a in enumerate(node.args[0]):  # type: ignore[arg-type]
+            for port, a in enumerate(node.args[0]):
                 if isinstance(a, fx.Node):
                     readers.setdefault(origin(a), []).append(Read("output", node, port))
     return readers

@@ -22,7 +22,7 @@ def residual_stream(flow: Flow) -> set[int]:
         if len(calls) < 2 or not carried:
             continue
         for i, node in enumerate(placeholders(block.graph)):
-            feeds = {flow.of(c.args[i]) for c in calls if isinstance(c.args[i], fx.Node)}
+            feeds = {flow.of(a) for a in (c.args[i] for c in calls) if isinstance(a, fx.Node)}
             if "param" not in node.meta and feeds & carried and flow.values[flow.of(node)].diff:
                 found.add(flow.of(node))
     for node, _ in flow.ops:  # in the order of each graph

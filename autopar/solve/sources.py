@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from autopar.ir import ops
 from autopar.ir.layout import Piece, Shard, plain_shard
 from autopar.ir.mesh import Mesh
 from autopar.rules.arguments import arguments
-from autopar.rules.table import aten, ops
+from autopar.rules.table import aten
 from autopar.solve.flow import Flow, is_op
 
 PRODUCTS = frozenset(

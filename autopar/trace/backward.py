@@ -1,4 +1,4 @@
-"""Gradients that a model defines by hand, which a graph of its forward does not show: refused, or shown to be the same."""
+"""Gradients that a model defines by hand, which a graph of its forward does not show: compared, or refused."""
 
 import functools
 import math
@@ -38,11 +38,11 @@ def watched(model: nn.Module) -> Iterator[None]:
         )
 
     try:
-        torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment]
-        Tensor.register_hook = register_hook  # type: ignore[method-assign,assignment]
+        torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment,method-assign]
+        Tensor.register_hook = register_hook  # type: ignore[method-assign]
         yield
     finally:
-        torch.autograd.Function.apply = apply
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         Tensor.register_hook = hook  # type: ignore[method-assign]
     for cls, args in seen.items():
         _compare(cls, args)
@@ -63,7 +63,7 @@ def _look(value: Any) -> Any:
 def _forward_of(function: Any) -> Callable[..., Any]:
     """The forward as plain operations, which is what a trace sees."""
     apart = function.setup_context is not torch.autograd.Function.setup_context
-    return function.forward if apart else functools.partial(function.forward, _Context())  # type: ignore[no-any-return]
+    return function.forward if apart else functools.partial(function.forward, _Context())
 
 
 def _compare(function: Any, args: list[Any]) -> None:
@@ -84,7 +84,7 @@ def _compare(function: Any, args: list[Any]) -> None:
             raise AutoparError(
                 "custom-backward",
                 f"{name}: its backward is not the derivative of its forward, which is all that a trace sees",
-                "write a forward whose derivative is the gradient wanted: x + (f(x) - x).detach() passes straight through",
+                "write a forward whose derivative is that gradient: x + (f(x) - x).detach() passes straight through",
             )
 
 

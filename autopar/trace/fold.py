@@ -24,7 +24,7 @@ KEY_AT = {ops.dropout: 2, ops.attention: 8}  # which argument tells random draws
 
 @dataclass
 class Run:
-    """The nodes of one call of an element. ``path``: "layers.3". ``call``: the same, or "layers.3@1" if called again."""
+    """The nodes of one call of an element. ``path``: "layers.3". ``call``: that, or "layers.3@1" if called again."""
 
     path: str
     call: str

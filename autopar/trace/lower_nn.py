@@ -242,11 +242,12 @@ def _bce_logits(x: Tensor, y: Tensor, weight: Tensor | None, positive: Tensor | 
 
 
 def _cosine(x: Tensor, y: Tensor, dim: int, eps: float) -> Tensor:
-    """``cosine_similarity`` of ATen/native/Distance.cpp: the norms are bounded below without changing their gradient."""
-    x, y = torch.broadcast_tensors(x, y)
+    """``cosine_similarity`` of ATen/native/Distance.cpp: norms are bounded below, their gradients are not."""
+    x, y = torch.broadcast_tensors(x, y)  # type: ignore[no-untyped-call]
     norms = [torch.linalg.vector_norm(t, 2, dim, keepdim=True) for t in (x, y)]
     a, b = (n + (n.clamp_min(eps) - n).detach() for n in norms)
-    return (x / a * (y / b)).sum(dim)
+    total: Tensor = (x / a * (y / b)).sum(dim)
+    return total
 
 
 @lowering(aten.cosine_similarity.default)

@@ -28,7 +28,7 @@ def module_of(node: fx.Node) -> str:
 
 
 def call_of(node: fx.Node) -> str:
-    """Path of the innermost module call: as ``module_of``, with ``@n`` after a module that was called n times before."""
+    """Path of the innermost module call: ``module_of`` with ``@n`` after a module that was called n times before."""
     call = inside = ""
     for key, (path, *_) in (node.meta.get("nn_module_stack") or {}).items():
         path = str(path).partition(".")[2]

@@ -105,7 +105,7 @@ def _check_outputs(program: Program, after: str) -> None:
     if program.form != Form.RESHARDED:
         return
     out = next(n for n in reversed(program.graph.nodes) if n.op == "output")
-    for entry, arg in zip(program.outputs, out.args[0], strict=True):  # type: ignore[arg-type]
+    for entry, arg in zip(program.outputs, out.args[0], strict=True):
         if not isinstance(arg, fx.Node):
             continue
         for axis, kind in layout_of(arg).types:

@@ -14,6 +14,7 @@ from autopar.emit.module import ParallelModule
 from autopar.emit.params import Place, initialise
 from autopar.errors import AutoparError
 from autopar.ir.evaluate import evaluate
+from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.base import Context
@@ -98,8 +99,6 @@ class _Bench:
         structure, self.inputs = Structure.of(model, args, kwargs)
         self.dims = batch_dims_of(structure, self.inputs, batch_dims)
         total = next((t.shape[d] for t, d in zip(self.inputs, self.dims) if d is not None), sizes.data_size)
-        if total < sizes.data_size:
-            raise AutoparError("few-rows", f"{total} rows for {sizes.data_size} data ranks", "verify with a larger batch")
         self.rows = tuple(len(t) for t in torch.arange(total).tensor_split(sizes.data_size))
         args0, kwargs0 = structure.unflatten(self.cut(0))
         self.plain = trace(
@@ -113,6 +112,7 @@ class _Bench:
             self.model, self.traced = self.model.double(), widen(self.traced)
             self.inputs = [t.double() if t.is_floating_point() else t for t in self.inputs]
         self.structure = structure
+        self.pinned: dict[str, Layout] = {}
 
     def cut(self, index: int) -> list[Tensor]:
         """The inputs of data rank ``index``."""
@@ -174,12 +174,18 @@ class _Bench:
         return self.collect(self.traced.program, outputs, lambda: {n: v.grad for n, v in values.items() if v.requires_grad})
 
     def collect(
-        self, program: Program, outputs: Sequence[Tensor], grads: Callable[[], Mapping[str, Tensor | None]]
+        self,
+        program: Program,
+        outputs: Sequence[Tensor],
+        grads: Callable[[], Mapping[str, Tensor | None]],
+        backward: bool = True,
     ) -> dict[str, Tensor | None]:
         """Named tensors of one run; the backward starts at the loss, or at every float output."""
         out: dict[str, Tensor | None] = {}
         for i, (o, value) in enumerate(zip(program.outputs, outputs)):
             out[{"user": f"output.{i}", "loss": "loss", "buffer": f"buffer.{o.name}"}[o.kind]] = value.detach()
+        if not backward:
+            return out
         start = [v for v, o in zip(outputs, program.outputs) if o.kind == "loss"] or [
             (v * cotangent(v)).sum() for v, o in zip(outputs, program.outputs) if o.kind == "user" and v.requires_grad
         ]
@@ -220,27 +226,16 @@ class _Bench:
         pm.train(self.model.training)
         args, kwargs = structure.unflatten(self.cut(self.data_rank(rank)))
         has_loss = any(o.kind == "loss" for o in local[True].outputs)
+        before = {n: b.detach().clone() for n, b in pm.named_buffers()}
         with torch.enable_grad():
-            loss = pm.train_step(*args, **kwargs) if has_loss else None
-            grads = {n: g for n, g in pm.full_gradients().items()} if has_loss else None
-            outputs = pm._run(args, kwargs, loss_only=False)[1]
-            out = self.outputs(pm, local[False], outputs, grads)
-        return out | ({"loss": loss} if has_loss else {})
-
-    def outputs(
-        self, pm: ParallelModule, program: Program, outputs: Sequence[Tensor], grads: Mapping[str, Tensor | None] | None
-    ) -> dict[str, Tensor | None]:
-        """A forward's outputs and buffers, and the gradients: of the training step, or from the outputs."""
-        if grads is not None:
-            named = {"user": "output.{}", "buffer": "buffer.{}"}
-            out = {
-                named[o.kind].format(i if o.kind == "user" else o.name): v.detach()
-                for i, (o, v) in enumerate(zip(program.outputs, outputs))
-                if o.kind in named
-            }
-            trainable = {n for n, p in pm.named_parameters() if p.requires_grad}
-            return out | {f"grad.{n}": g for n, g in grads.items() if n in trainable}
-        return self.collect(program, outputs, lambda: pm.full_gradients())
+            out = self.collect(local[False], pm._run(args, kwargs, loss_only=False)[1], pm.full_gradients, backward=not has_loss)
+            if has_loss:
+                for n, b in pm.named_buffers():
+                    b.copy_(before[n])
+                out["loss"] = pm.train_step(*args, **kwargs)
+                out |= {f"grad.{n}": g for n, g in pm.full_gradients().items()}
+        trainable = {f"grad.{n}" for n, p in pm.named_parameters() if p.requires_grad}
+        return {n: t for n, t in out.items() if not n.startswith("grad.") or n in trainable}
 
 
 class _Fixed:

@@ -37,12 +37,17 @@ class _Shapes:
         if node.op != "call_function" or _is_runtime(node):
             made = tuple(_meta(s) for s in specs(node))
             return made if isinstance(node.meta["spec"], tuple) else made[0]
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.env[n])
+        args: Any = fx.map_arg(node.args, lambda n: self.env[n])
+        kwargs: Any = fx.map_arg(node.kwargs, lambda n: self.env[n])
         if node.target is operator.getitem:
             return args[0][args[1]]
         if any(name == "device" for name, _ in names(node.target)):
             kwargs = {**kwargs, "device": torch.device("meta")}
-        value = node.target(*args, **kwargs)
+        op: Any = node.target
+        try:
+            value = op(*args, **kwargs)
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:
+            raise fault("wrong-shape", self.graph, node, str(error), self.name, self.after) from error
         for got, want in zip(value if isinstance(value, (tuple, list)) else [value], specs(node)):
             if isinstance(want, Spec) and (tuple(got.shape) != want.shape or got.dtype != want.dtype):
                 why = f"makes {got.dtype}{list(got.shape)}, recorded {want.dtype}{list(want.shape)}"

@@ -1,0 +1,98 @@
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import AutoparError
+from autopar.ir import ops
+from autopar.ir.layout import I, P, Piece, R, Shard
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
+from autopar.passes.pipeline import run
+from autopar.trace import trace
+from tests.passes.models import CASES, traced
+
+
+def conversions(program: Program) -> list[tuple[object, ...]]:
+    return [n.args for _, graph in program.graphs() for n in graph.nodes if n.target is ops.convert]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parameters_are_r_and_never_converted(name):
+    program = run(traced(name, "dp=2"), "data-parallel,reshard")
+    for param in program.params.values():
+        assert param.layout["dp"] == (R if param.kind == "parameter" else I)
+    assert not [c for c in conversions(program) if "param" in c[0].meta]
+
+
+@pytest.mark.parametrize("name", ("mlp", "gated", "fused", "grouped"))
+def test_a_sum_of_rows_needs_no_communication(name):
+    program = run(traced(name, "dp=2"), "data-parallel,reshard")
+    assert conversions(program) == []
+    out = program.graph.output_node().args[0]
+    assert [str(n.meta["layout"]["dp"]) for n in out] == ["S(0)", "P"]
+
+
+def test_a_mean_over_tokens_needs_only_their_count():
+    program = run(traced("fused-tied", "dp=2"), "data-parallel,reshard")
+    rows = [(x.meta["spec"].shape, src, dst) for x, _, src, dst in conversions(program)]
+    assert rows == [((), P, I)] or {(s, a) for s, a, _ in rows} == {((), P)}, rows
+
+
+def test_uneven_rows_are_shares_of_the_batch():
+    program = run(traced("mlp", "dp=3", (3, 1, 2)), "data-parallel")
+    x = next(n for n in program.graph.nodes if "input" in n.meta)
+    assert x.meta["layout"]["dp"] == Shard(0, (Piece(6, 6, 1, (3, 1, 2)),))
+
+
+def test_two_data_axes_share_the_rows_in_mesh_order():
+    program = run(traced("mlp", "dp=2,ep=2"), "data-parallel,reshard")
+    x = next(n for n in program.graph.nodes if "input" in n.meta)
+    assert x.meta["layout"]["dp"] == Shard(0, (Piece(8, 2, 4),))
+    assert x.meta["layout"]["ep"] == Shard(0, (Piece(8, 2, 2),))
+
+
+def test_uneven_rows_on_two_axes_are_refused():
+    with pytest.raises(AutoparError) as caught:
+        run(traced("mlp", "dp=2,ep=2", (2, 1, 1, 1)), "data-parallel")
+    assert caught.value.slug == "uneven-rows"
+
+
+class Statistics(nn.Module):
+    """Rows are coupled: each is divided by the mean over the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x.mean(0, keepdim=True).abs() + 1)
+
+
+def test_what_couples_rows_is_reduced():
+    program = trace(Statistics(), (torch.randn(2, 4),), {}, mesh=Mesh.parse("dp=2"), loss=lambda y: (y**2).sum()).program
+    rows = conversions(run(program, "data-parallel,reshard"))
+    assert [(a, src, dst) for _, a, src, dst in rows if src == P] == [("dp", P, R)]
+
+
+class Reversed(nn.Module):
+    """Rows in another order: computed whole, and each rank still returns its own rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flip(0) * 2
+
+
+def test_an_output_with_rows_is_this_rank_s_rows():
+    program = trace(Reversed(), (torch.randn(2, 4),), {}, mesh=Mesh.parse("dp=2"), loss=lambda y: (y**2).sum()).program
+    found = run(program, "data-parallel,reshard")
+    index = next(i for i, o in enumerate(found.outputs) if o.kind == "user")
+    assert str(found.graph.output_node().args[0][index].meta["layout"]["dp"]) == "S(0)"
+
+
+class Second(nn.Module):
+    """Rows on dim 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.sum(0) ** 2).sum()
+
+
+def test_a_batch_dim_that_is_not_the_first():
+    program = trace(Second(), (torch.randn(6, 4),), {}, mesh=Mesh.parse("dp=2"), batch_dims=[1]).program
+    found = run(program, "data-parallel,reshard")
+    x = next(n for n in found.graph.nodes if "input" in n.meta)
+    assert x.meta["layout"]["dp"] == Shard(1, (Piece(8, 2, 4),))
