@@ -30,6 +30,7 @@ def parallelize(
     batch_dims: Any = None,
     strategy: Strategy | str | None = None,
     seed: int = 0,
+    device: torch.device | str | None = None,
 ) -> ParallelModule:
     """A module that computes on ``mesh`` what ``model`` computes on the global batch. Collective.
 
@@ -42,6 +43,7 @@ def parallelize(
         batch_dims: batch dim of each input by dotted name or in order; by default dim 0 of all as long as the first.
         strategy: a Strategy, or its text.
         seed: of random streams (dropout), and of initial weights that are on the meta device.
+        device: where this rank's shards are put, by default the mesh's; "meta" allocates nothing.
 
     Raises:
         AutoparError: with a slug, before any collective but an exchange of hashes and row counts.
@@ -51,15 +53,16 @@ def parallelize(
     check_axes(sizes)
     agreement = Agreement.over(sizes, tuple(over.mesh.flatten().tolist()) if over is not None else (0,))
     rank = agreement.ranks.index(dist.get_rank()) if over is not None else 0
-    compiler = Compiler(
-        model, sizes, strategy, at=lambda m: m.coordinates(rank), agree=agreement, loss=loss, batch_dims=batch_dims
-    )
+    hollow = blueprint(model) if any(p.is_meta for p in model.parameters()) else None
+    read, here = hollow or model, lambda m: m.coordinates(rank)
+    compiler = Compiler(read, sizes, strategy, at=here, agree=agreement, loss=loss, batch_dims=batch_dims)
 
     def build(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ParallelModule:
         first = compiler.example(args, kwargs, model.training)
         place = Place.of(first.program.mesh, over) if over is not None else Place.alone(first.program.mesh)
-        tensors = initialise(model, first.program.params, place, first.constants, seed=seed)
-        compiler.model = blueprint(model)
+        where = torch.device(device) if device is not None else None
+        tensors = initialise(model, first.program.params, place, first.constants, where, seed)
+        compiler.model = hollow or blueprint(model)
         module = ParallelModule(compiler, first.program, place, tensors, {**place.axes, "rng": Streams(seed)})
         return module.train(model.training)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from autopar.cost.hardware import load
@@ -22,6 +23,7 @@ from autopar.trace.tracing import batch_dims_of
 
 Loss = Callable[[Any], Tensor]
 OnPass = Callable[[str, Program], None]
+SAMPLES = 16  # values of each tensor of the model that ranks compare
 
 
 class Agree(Protocol):
@@ -114,6 +116,7 @@ class Compiler:
     ) -> None:
         self.model, self.mesh, self.strategy = model, mesh, strategy
         self.at, self.agree, self.loss, self.batch_dims, self.rewrite = at, agree, loss, batch_dims, rewrite
+        self.identity = identity(model)
         self.variants: dict[Any, Variant] = {}
         self.traces: dict[Any, Traced] = {}
         self.pinned: dict[str, Layout] = {}
@@ -130,7 +133,7 @@ class Compiler:
 
     def example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool) -> Variant:
         """The variant of the example inputs: that of a training step where there is a loss. Collective."""
-        key = self._key(args, kwargs, train, "compile")
+        key = self._key(args, kwargs, train, f"compile {self.identity}")
 
         def make() -> Variant:
             traced = self._traced(key, args, kwargs)
@@ -226,6 +229,19 @@ def only_loss(program: Program) -> Program:
             program.graph.erase_node(node)
     used = {str(call.target) for call in program.calls()}
     return replace(program, blocks={n: b for n, b in program.blocks.items() if n in used})
+
+
+def identity(model: nn.Module) -> str:
+    """A hash of the names, shapes and dtypes of a model's tensors and of a sample of their values."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return fingerprint(*((n, tuple(t.shape), str(t.dtype), t.requires_grad, _sample(t)) for n, t in tensors))
+
+
+def _sample(tensor: Tensor) -> list[Any]:
+    if tensor.is_meta or not tensor.numel():
+        return []
+    places = torch.linspace(0, tensor.numel() - 1, SAMPLES, dtype=torch.float64).long().to(tensor.device)
+    return list(torch.atleast_1d(tensor.detach())[torch.unravel_index(places, tensor.shape or (1,))].tolist())
 
 
 def fingerprint(*parts: Any) -> str:

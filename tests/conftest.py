@@ -39,8 +39,8 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Four gloo processes that live as long as the tests do."""
-    pool = Ranks(4)
+    pool = Ranks(4, tmp_path_factory.mktemp("stores"))
     yield pool
     pool.stop()

@@ -5,9 +5,8 @@ test by its name, and the processes are replaced.
 """
 
 import multiprocessing
-import os
+import pathlib
 import pickle
-import tempfile
 import time
 import traceback
 import warnings
@@ -40,8 +39,8 @@ class Answer:
 class Ranks:
     """``size`` processes. ``run`` uses the first ``world`` of them."""
 
-    def __init__(self, size: int) -> None:
-        self.size, self.folder = size, tempfile.TemporaryDirectory()
+    def __init__(self, size: int, folder: pathlib.Path) -> None:
+        self.size, self.folder = size, folder
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(LOADED)
         self.tasks = 0
@@ -65,7 +64,7 @@ class Ranks:
     def answers(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Answer]:
         """``function(*args)`` on ranks 0 to ``world`` - 1 of a gloo group; a hang fails the test."""
         self.tasks += 1
-        store = os.path.join(self.folder.name, str(self.tasks))
+        store = self.folder / str(self.tasks)
         pipes, found = self.pipes[:world], {}
         for rank, pipe in enumerate(pipes):
             pipe.send_bytes(pickle.dumps((function, args, rank, world, store, timeout)))

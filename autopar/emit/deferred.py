@@ -7,6 +7,7 @@ from torch import Tensor
 
 from autopar.emit.module import ParallelModule
 from autopar.errors import AutoparError
+from autopar.runtime.random import Streams
 
 
 class Deferred(ParallelModule):
@@ -38,15 +39,25 @@ class Deferred(ParallelModule):
         self.__dict__["training"] = mode
         return self
 
+    @property
+    def streams(self) -> Streams:
+        """Raises AutoparError ``not-compiled``."""
+        raise _not_compiled("streams")
+
 
 def _refusing(name: str) -> Callable[..., Any]:
     def refuse(self: Deferred, *args: Any, **kwargs: Any) -> Any:
-        raise AutoparError(
-            "not-compiled", f"{name}: the model has no example inputs and was not called yet",
-            "pass args= or kwargs= to parallelize, or call the module once before",
-        )  # fmt: skip
+        raise _not_compiled(name)
 
     return refuse
+
+
+def _not_compiled(name: str) -> AutoparError:
+    return AutoparError(
+        "not-compiled",
+        f"{name}: the model has no example inputs and was not called yet",
+        "pass args= or kwargs= to parallelize, or call the module once before",
+    )
 
 
 for _name in (

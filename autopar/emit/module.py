@@ -184,6 +184,12 @@ class ParallelModule(nn.Module):
         for _, made in self._emitted.values():
             made.compile(**options)
 
+    @property
+    def streams(self) -> Streams:
+        """The random state of dropout, equal on all ranks: ``state_dict()`` to save it, ``load_state_dict`` to go on."""
+        streams: Streams = self._handles["rng"]
+        return streams
+
     def dump(self, **options: Any) -> str:
         """Text of the program (``ir.printer.print_program``)."""
         return print_program(self._program, **options)

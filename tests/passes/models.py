@@ -1,6 +1,7 @@
 """Tiny models that the passes and their checks are tested on, each with the sizes that matter for one way of sharding."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
+from autopar.passes.base import Context
+from autopar.passes.pipeline import run
 from autopar.trace import trace
 
 WIDTH, INNER, VOCABULARY, TOKENS, ROWS = 16, 32, 24, 6, 2
@@ -141,8 +144,21 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
+@cache
 def traced(name: str, mesh: str, rows: tuple[int, ...] | None = None) -> Program:
-    """The TRACED program of a case."""
+    """The TRACED program of a case, made once: clone it before you change it."""
     torch.manual_seed(0)
     model, kwargs, loss = CASES[name]()
     return trace(model, (), kwargs, mesh=Mesh.parse(mesh), rows=rows, loss=loss).program
+
+
+@cache
+def planned(name: str, mesh: str, pipeline: str, rows: tuple[int, ...] | None = None) -> Program:
+    """The case after a pipeline, made once: clone it before you change it."""
+    return run(traced(name, mesh, rows), pipeline)
+
+
+def local(name: str, mesh: str, pipeline: str, rank: int = 0, rows: tuple[int, ...] | None = None) -> Program:
+    """The LOCAL program of a rank; the pipeline ends with reshard."""
+    program = planned(name, mesh, pipeline, rows)
+    return run(program, "localize", Context(at=program.mesh.coordinates(rank)))

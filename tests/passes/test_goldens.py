@@ -47,8 +47,7 @@ CASES = {
 def show(case: Case) -> str:
     """The sentence, the pipeline, and the program before and after its last pass."""
     passes = parse(case.pipeline)
-    before: Program = traced(case.model, case.mesh, case.rows)
-    before = run(before, passes[:-1])
+    before: Program = run(traced(case.model, case.mesh, case.rows), passes[:-1])
     after = run(before, passes[-1:], Context(at=before.mesh.coordinates(case.rank)))
     parts = [case.says, f"pipeline: {case.pipeline}", "=== before", print_program(before), "=== after", print_program(after)]
     return "\n".join(parts)

@@ -3,26 +3,19 @@ import pytest
 from autopar.ir import ops
 from autopar.ir.layout import local_shape
 from autopar.ir.program import Form, specs
-from autopar.passes.base import Context
-from autopar.passes.pipeline import run
-from autopar.runtime import collectives, loss
+from autopar.runtime import collectives
 from autopar.solve.annotate import layouts
-from tests.passes.models import CASES, traced
+from tests.passes.models import CASES, local
 
-PIPELINE = "data-parallel,tensor-parallel,reshard,localize"
-SEQUENCE = PIPELINE.replace("parallel,reshard", "parallel{sequence},reshard")
-
-
-def local(name, mesh="dp=2,tp=2", rank=0, rows=None, pipeline=PIPELINE):
-    program = traced(name, mesh, rows)
-    planned = run(program, pipeline, after="reshard")
-    return run(planned, "localize", Context(at=planned.mesh.coordinates(rank)))
+MESH = "dp=2,tp=2"
+PIPELINE = "data-parallel,tensor-parallel,reshard"
+SEQUENCE = "data-parallel,tensor-parallel{sequence},reshard"
 
 
 @pytest.mark.parametrize("pipeline", (PIPELINE, SEQUENCE))
 @pytest.mark.parametrize("name", CASES)
 def test_every_value_has_its_local_size_and_no_conversion_is_left(name, pipeline):
-    program = local(name, pipeline=pipeline, rank=3)
+    program = local(name, MESH, pipeline, 3)
     assert program.form == Form.LOCAL and program.at == program.mesh.coordinates(3)
     for _, graph in program.graphs():
         for node in graph.nodes:
@@ -34,7 +27,7 @@ def test_every_value_has_its_local_size_and_no_conversion_is_left(name, pipeline
 
 
 def test_axes_are_arguments_of_the_graphs_that_use_them():
-    program = local("fused-tied")
+    program = local("fused-tied", MESH, PIPELINE)
     for name, graph in program.graphs():
         handles = [n for n in graph.nodes if "handle" in n.meta]
         assert all(n.op == "placeholder" and n.users for n in handles)
@@ -46,24 +39,16 @@ def test_axes_are_arguments_of_the_graphs_that_use_them():
         assert [a.meta.get("handle") for a in call.args] == [n.meta.get("handle") for n in inner]
 
 
-def test_the_vocabulary_starts_where_the_rank_s_share_does():
-    starts = []
-    for rank in range(2):
-        program = local("tied", "tp=2", rank)
-        nodes = [n for n in program.graph.nodes if n.target in (loss.vocabulary_embedding, loss.token_loss)]
-        starts.append([n.args[2] if n.target is loss.vocabulary_embedding else n.args[4] for n in nodes])
-    assert starts == [[0, 0], [12, 12]]
-
-
 def test_programs_of_ranks_differ_only_where_shards_do():
     def text(rank, rows=None):
-        return [str(n.format_node()) for _, g in local("fused", "dp=2,tp=2", rank, rows).graphs() for n in g.nodes]
+        return [str(n.format_node()) for _, g in local("fused", MESH, PIPELINE, rank, rows).graphs() for n in g.nodes]
 
     assert text(0) == text(1) == text(3)
     assert text(0, (3, 2)) == text(1, (3, 2)) != text(2, (3, 2))
 
 
-def test_conversions_become_collectives():
-    program = local("fused")
-    used = {n.target for _, g in program.graphs() for n in g.nodes if getattr(n.target, "__module__", "") == collectives.__name__}
-    assert {collectives.to_replicated, collectives.all_reduce_invariant} <= used or len(used) >= 2
+@pytest.mark.parametrize(("pipeline", "wanted"), [(PIPELINE, {"to_replicated", "all_reduce_invariant"}), (SEQUENCE, {"all_gather", "reduce_scatter"})])
+def test_conversions_become_collectives(pipeline, wanted):
+    program = local("llama", MESH, pipeline)
+    used = {n.target.__name__ for _, g in program.graphs() for n in g.nodes if getattr(n.target, "__module__", "") == collectives.__name__}
+    assert wanted <= used

@@ -3,8 +3,7 @@ import pytest
 from autopar.ir import ops
 from autopar.ir.layout import Shard
 from autopar.ir.program import Form
-from autopar.passes.pipeline import run
-from tests.passes.models import CASES, traced
+from tests.passes.models import CASES, planned
 
 PIPELINES = ("data-parallel,tensor-parallel", "data-parallel,tensor-parallel{sequence}")
 
@@ -12,7 +11,7 @@ PIPELINES = ("data-parallel,tensor-parallel", "data-parallel,tensor-parallel{seq
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("name", CASES)
 def test_each_conversion_is_made_once_and_used(name, pipeline):
-    program = run(traced(name, "dp=2,tp=2"), f"{pipeline},reshard")
+    program = planned(name, "dp=2,tp=2", f"{pipeline},reshard")
     assert program.form == Form.RESHARDED
     for _, graph in program.graphs():
         made = [n for n in graph.nodes if n.target is ops.convert]
@@ -24,7 +23,7 @@ def test_each_conversion_is_made_once_and_used(name, pipeline):
 
 def test_a_conversion_to_a_shard_comes_first():
     """Of several steps those that make the value smaller."""
-    program = run(traced("fused-tied", "dp=2,tp=2"), f"{PIPELINES[1]},reshard")
+    program = planned("fused-tied", "dp=2,tp=2", f"{PIPELINES[1]},reshard")
     for _, graph in program.graphs():
         for node in graph.nodes:
             before = node.args[0] if node.target is ops.convert else None
@@ -33,5 +32,5 @@ def test_a_conversion_to_a_shard_comes_first():
 
 
 def test_without_parallelism_there_is_nothing_to_convert():
-    program = run(traced("fused-tied", "dp=1,tp=1"), f"{PIPELINES[0]},reshard")
+    program = planned("fused-tied", "dp=1,tp=1", f"{PIPELINES[0]},reshard")
     assert not [n for _, g in program.graphs() for n in g.nodes if n.target is ops.convert]

@@ -8,9 +8,10 @@ from autopar.ir.layout import I, Piece, Shard
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.pipeline import run
+from autopar.rules.relation import join
 from autopar.trace import trace
 from tests.passes import models
-from tests.passes.models import CASES, traced
+from tests.passes.models import CASES, planned
 
 TP, SEQUENCE = "data-parallel,tensor-parallel", "data-parallel,tensor-parallel{sequence}"
 
@@ -22,14 +23,14 @@ def kinds(program: Program, axis: str = "tp") -> dict[str, object]:
 @pytest.mark.parametrize("pipeline", (TP, SEQUENCE))
 @pytest.mark.parametrize("name", CASES)
 def test_every_weight_of_a_product_is_shared_out(name, pipeline):
-    program = run(traced(name, "tp=2"), pipeline)
+    program = planned(name, "tp=2", pipeline)
     whole = {n for n, p in program.params.items() if p.layout["tp"] == I and len(p.spec.shape) == 2 and p.kind == "parameter"}
     assert whole == set()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_weight_is_gathered(name):
-    program = run(traced(name, "tp=2"), f"{TP},reshard")
+    program = planned(name, "tp=2", f"{TP},reshard")
     for _, graph in program.graphs():
         for node in graph.nodes:
             if node.target is ops.convert and "param" in node.args[0].meta:
@@ -37,22 +38,14 @@ def test_no_weight_is_gathered(name):
 
 
 def test_a_fused_weight_is_shared_out_in_segments():
-    gate_up = kinds(run(traced("gated", "tp=4"), TP))["gate_up.weight"]
-    assert gate_up == Shard(0, (Piece(64, 4, 8),)) or [p.length for p in gate_up.pieces] in ([32, 32], [64])
-    found = kinds(run(traced("fused", "tp=2"), TP))["qkv.weight"]
-    assert isinstance(found, Shard) and found.dim == 0
-    assert {i // 16 for c in (0,) for i in _rows(found, c, 2)} == {0, 1, 2}
-    assert _rows(found, 0, 2) != list(range(24))
-
-
-def _rows(shard, coordinate, ways):
-    from tests.rules.shards import holds
-
-    return holds(shard, coordinate, ways)
+    half = Piece(32, 4, 8)
+    assert kinds(planned("gated", "tp=4", TP))["gate_up.weight"] == Shard(0, join([half, half]))
+    assert kinds(planned("fused", "tp=2", TP))["qkv.weight"] == Shard(0, join([Piece(16, 2, 8)] * 3))
+    assert kinds(planned("fused-grouped", "tp=2", TP))["qkv.weight"] == Shard(0, join([Piece(16, 2, 8), *[Piece(8, 2, 4)] * 2]))
 
 
 def test_fewer_key_heads_than_ranks_split_the_axis():
-    program = run(traced("grouped", "dp=2,tp=4"), f"{TP},reshard")
+    program = planned("grouped", "dp=2,tp=4", f"{TP},reshard")
     assert program.mesh.axes == (("dp", 2), ("tp0", 2), ("tp1", 2))
     assert str(program.mesh) == "dp=2,tp=4"
     query, key = program.params["q.weight"].layout, program.params["k.weight"].layout
@@ -83,16 +76,16 @@ def test_heads_that_do_not_divide_are_refused_with_what_would(heads, groups, way
 
 
 def test_outputs_are_whole():
-    program = run(traced("fused-tied", "dp=2,tp=2"), f"{SEQUENCE},reshard")
+    program = planned("fused-tied", "dp=2,tp=2", f"{SEQUENCE},reshard")
     assert [n.meta["layout"]["tp"] for n in program.graph.output_node().args[0]] == [I] * len(program.outputs)
 
 
 def test_with_sequence_norms_hold_their_positions():
-    program = run(traced("fused-tied", "tp=2"), f"{SEQUENCE},reshard")
+    program = planned("fused-tied", "tp=2", f"{SEQUENCE},reshard")
     norms = [n for _, g in program.graphs() for n in g.nodes if "layer_norm" in str(n.target)]
     assert norms and {str(n.meta["layout"]["tp"]) for n in norms} == {"S(1)"}
 
 
 def test_one_rank_changes_nothing():
-    program = run(traced("mlp", "dp=2,tp=1"), f"{TP},reshard")
+    program = planned("mlp", "dp=2,tp=1", f"{TP},reshard")
     assert all(a == "dp" for p in program.params.values() for a, _ in p.layout.types)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 
 import pytest
 from torch import fx
@@ -11,10 +10,9 @@ from autopar.errors import AutoparError
 from autopar.ir import ops
 from autopar.ir.layout import I, P, Piece, R, Shard, Type, plain_shard
 from autopar.ir.program import Form, Program
-from autopar.passes.pipeline import run
 from autopar.verify import check_program
 from autopar.verify.layouts import check_layouts, check_params
-from tests.passes.models import traced
+from tests.passes.models import planned
 
 SEQUENCE = "data-parallel,tensor-parallel{sequence},reshard"
 PLAIN = "data-parallel,tensor-parallel,reshard"
@@ -26,15 +24,9 @@ MODELS = {
 }
 
 
-@cache
-def trace_once(model: str) -> Program:
-    return traced(model, "dp=2,tp=2")
-
-
-@cache
 def resharded(name: str) -> Program:
     model, pipeline = MODELS[name]
-    return run(trace_once(model), pipeline)
+    return planned(model, "dp=2,tp=2", pipeline)
 
 
 def conversions(program: Program) -> list[tuple[str, int]]:
@@ -158,7 +150,7 @@ def test_a_conversion_s_layout_is_its_target() -> None:
 @pytest.mark.parametrize("op", ("linear", "silu", "attention", "embedding", "token_loss", "sum", "mul.Tensor"))
 def test_an_op_makes_its_output_from_its_inputs(op: str, form: Form) -> None:
     """Each output type replaced by each other one."""
-    program = resharded("llama") if form == Form.RESHARDED else run(trace_once("llama"), PLAIN, after="tensor-parallel")
+    program = resharded("llama") if form == Form.RESHARDED else planned("llama", "dp=2,tp=2", PLAIN.removesuffix(",reshard"))
     have = first(program, named(op)).meta["layout"]
     for axis, kind in have.types:
         for other in (I, R, P):
@@ -229,7 +221,7 @@ def placeholder(program: Program, key: str) -> fx.Node:
 @pytest.mark.parametrize("form", (Form.ANNOTATED, Form.RESHARDED))
 @pytest.mark.parametrize(("axis", "kind"), [("dp", I), ("dp", P), ("tp", R), ("tp", P)])
 def test_parameters_are_held_so_that_one_reducer_sums_each_gradient(axis: str, kind: Type, form: Form) -> None:
-    program = resharded("llama") if form == Form.RESHARDED else run(trace_once("llama"), PLAIN, after="tensor-parallel")
+    program = resharded("llama") if form == Form.RESHARDED else planned("llama", "dp=2,tp=2", PLAIN.removesuffix(",reshard"))
     check_params(program)
     program = program.clone()
     node = placeholder(program, "param")

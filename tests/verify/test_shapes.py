@@ -8,20 +8,17 @@ from torch import fx
 
 from autopar.errors import AutoparError
 from autopar.ir.program import Form, Program, Spec
-from autopar.passes.base import Context
-from autopar.passes.pipeline import run
 from autopar.rules.table import aten
 from autopar.verify import check_program
 from autopar.verify.shapes import check_shapes
-from tests.passes.models import traced
+from tests.passes.models import local
 
-PIPELINE = "data-parallel,tensor-parallel,reshard,localize"
-CASES = {"fused-tied": traced("fused-tied", "dp=2,tp=2"), "uneven": traced("fused-tied", "dp=2,tp=2", (3, 2))}
+PIPELINE = "data-parallel,tensor-parallel,reshard"
+CASES = {"fused-tied": None, "uneven": (3, 2)}
 
 
-def local(case: str = "fused-tied", rank: int = 0) -> Program:
-    traced_program = CASES[case]
-    return run(traced_program, PIPELINE, Context(at=traced_program.mesh.coordinates(rank))).clone()
+def local_of(case: str = "fused-tied", rank: int = 0) -> Program:
+    return local("fused-tied", "dp=2,tp=2", PIPELINE, rank, CASES[case])
 
 
 def node_of(program: Program, target: object) -> fx.Node:
@@ -38,20 +35,20 @@ def refused(program: Program) -> str:
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("case", CASES)
 def test_every_rank(case, rank):
-    program = local(case, rank)
+    program = local_of(case, rank)
     assert program.form == Form.LOCAL
     check_program(program)
 
 
 def test_ranks_with_uneven_rows_differ():
-    specs = [node_of(local("uneven", r), aten.layer_norm.default).meta["spec"] for r in (0, 2)]
+    specs = [node_of(local_of("uneven", r), aten.layer_norm.default).meta["spec"] for r in (0, 2)]
     assert [s.shape[0] for s in specs] == [3, 2]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_literal_size_counts(case):
     """Each literal size that localize wrote, enlarged by one."""
-    program, seen = local(case), 0
+    program, seen = local_of(case), 0
     for name, graph in program.graphs():
         for i, node in enumerate(graph.nodes):
             if node.target not in (aten.reshape.default, aten.view.default, aten.split_with_sizes.default):
@@ -67,22 +64,22 @@ def test_every_literal_size_counts(case):
     assert seen > 10
 
 
-def test_a_global_size_that_was_not_made_local():
-    program = local()
+def test_a_global_size_that_was_not_made_local_of():
+    program = local_of()
     node = node_of(program, aten.linear.default)
     node.meta["spec"] = node.meta["global"]
     assert "linear" in refused(program)
 
 
 def test_a_dtype():
-    program = local()
+    program = local_of()
     node = node_of(program, aten.layer_norm.default)
     node.meta["spec"] = replace(node.meta["spec"], dtype=torch.float64)
     assert "float64" in refused(program)
 
 
 def test_one_of_several_results():
-    program = local()
+    program = local_of()
     node = node_of(program, aten.split_with_sizes.default)
     first, *rest = node.meta["spec"]
     node.meta["spec"] = (Spec((*first.shape[:-1], first.shape[-1] + 1), first.dtype), *rest)

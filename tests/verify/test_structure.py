@@ -7,17 +7,18 @@ from autopar.errors import AutoparError
 from autopar.ir import ops
 from autopar.ir.layout import I, P
 from autopar.ir.program import Form, Program
-from autopar.passes.pipeline import run
 from autopar.verify import check_program
 from autopar.verify.structure import check_structure
-from tests.passes.models import traced
+from tests.passes.models import planned, traced
 
-TRACED = traced("tied", "dp=2,tp=2")
+TRACED = "tied", "dp=2,tp=2"
 PIPELINE = ("data-parallel", "tensor-parallel", "reshard", "localize")
 
 
 def program(after: str | None = None) -> Program:
-    return TRACED.clone() if after is None else run(TRACED, ",".join(PIPELINE), after=after).clone()
+    if after is None:
+        return traced(*TRACED).clone()
+    return planned(*TRACED, ",".join(PIPELINE[: PIPELINE.index(after) + 1])).clone()
 
 
 def op_of(p: Program) -> fx.Node:

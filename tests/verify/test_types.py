@@ -1,6 +1,5 @@
 """The LOCAL program's collectives under the ``spmd-types`` checker: an independent judge of the same types."""
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from autopar.ir.program import Program
 from autopar.passes.pipeline import run
 from autopar.runtime.axis import Axis
 from autopar.solve.annotate import layout_of
-from tests.passes.models import traced
+from tests.passes.models import planned
 from tests.runtime.oracle import TYPES, checking, group, stamp, typed
 from tests.runtime.table import ROWS
 
@@ -28,9 +27,8 @@ def name_of(kind: Type) -> str:
     return "S" if isinstance(kind, Shard) else NAMES[kind]
 
 
-@cache
 def resharded(pipeline: str) -> Program:
-    return run(traced("llama", MESH), f"{pipeline},reshard")
+    return planned("llama", MESH, f"{pipeline},reshard")
 
 
 def conversions(program: Program) -> list[int]:

@@ -1,0 +1,227 @@
+"""What parallelize and the module refuse: one clear error, on every rank, and never a hang."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import autopar
+from autopar import AutoparError, AutoparWarning
+from tests.api.models import WIDTH, Attention, Lm, Mlp, Odd, batch, features, seeded, squares
+from tests.ranks import Ranks
+
+X = (4, 6, WIDTH)
+
+
+def make(mesh: str, strategy: Any = None) -> Any:
+    return autopar.parallelize(seeded(Mlp), mesh, args=(features(*X),), loss=squares, strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "slug", "words"),
+    [
+        ("dp=2,tp=3", "bad-mesh", ["dp=2", "tp=3", "6", "world size is 4"]),
+        ("tp=2", "bad-mesh", ["2 ranks", "world size is 4"]),
+        ("model=4", "bad-mesh", ["'model'", "pp, dp, ep, cp, tp"]),
+        ("tp=-2,dp=-2", "bad-mesh", ["tp has size -2"]),
+        ("tp=0", "bad-mesh", ["tp has size 0"]),
+        ("tp:4", "bad-mesh", ["'tp:4'"]),
+        ("tp=2,tp=2", "bad-mesh", ["twice"]),
+        ("pp=4", "unsupported-axis", ["pp=4"]),
+    ],
+)
+def test_meshes(ranks: Ranks, mesh: str, slug: str, words: list[str]) -> None:
+    for error in ranks.refused(4, slug, make, mesh):
+        assert all(word in error.message for word in words), error
+        assert error.fix
+
+
+def nameless() -> None:
+    autopar.parallelize(seeded(Mlp), dist.device_mesh.init_device_mesh("cpu", (2,)), args=(features(*X),))
+
+
+def test_device_mesh_without_names(ranks: Ranks) -> None:
+    ranks.refused(2, "bad-mesh", nameless)
+
+
+def test_torch_distributed_is_not_initialized() -> None:
+    with pytest.raises(AutoparError, match="not initialized") as raised:
+        make("tp=2")
+    assert raised.value.slug == "bad-mesh" and "torchrun" in str(raised.value.fix)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "slug", "words"),
+    [
+        ("zero=3", "unsupported-strategy", ["zero=3"]),
+        ("microbatches=2", "unsupported-strategy", ["microbatches=2"]),
+        ("recompute=full", "unsupported-strategy", ["recompute"]),
+        ("sequence", "bad-strategy", ["sequence"]),
+        ("passes=no-such-pass", "unknown-pass", ["no-such-pass"]),
+        ("hardware=abacus", "unknown-hardware", ["abacus"]),
+    ],
+)
+def test_strategies(strategy: str, slug: str, words: list[str]) -> None:
+    with pytest.raises(AutoparError) as raised:
+        make("dp=1", strategy)
+    assert raised.value.slug == slug
+    assert all(word in raised.value.message for word in words)
+
+
+def test_module_that_was_not_called() -> None:
+    pm = autopar.parallelize(seeded(Mlp), "dp=1")
+    for use in (pm.state_dict, pm.parameters, pm.dump, lambda: pm.clip_grad_norm_(1.0), lambda: pm.streams):
+        with pytest.raises(AutoparError) as raised:
+            use()
+        assert raised.value.slug == "not-compiled"
+
+
+def odd_one(way: str, late: bool) -> None:
+    """Rank 1 differs in one thing, at ``parallelize`` or at a later call."""
+    odd = dist.get_rank() == 1
+    model = seeded(Lm, layers=1) if not (odd and way == "layers") else seeded(Lm, layers=2)
+    if odd and way == "weights":
+        torch.manual_seed(5)
+        model = Lm(layers=1)
+    plain = batch()
+    kwargs: dict[str, Any] = dict(plain)
+    if odd and way == "length":
+        kwargs = batch(length=7)
+    elif odd and way == "rows":
+        kwargs = batch(rows=3)
+    elif odd and way == "values":
+        kwargs = batch(seed=9)
+    elif odd and way == "names":
+        kwargs = {"ids": plain["ids"]}
+    elif odd and way == "dtype":
+        kwargs["ids"] = plain["ids"].int()
+    if way == "mode" and odd and not late:
+        model.eval()
+    pm = autopar.parallelize(model, "dp=2,tp=2" if way == "layers" else "tp=4", kwargs=plain if late else kwargs)
+    pm.train_step(**plain)
+    if way == "mode" and odd:
+        pm.eval()
+    if way == "call" and odd:
+        pm(**kwargs)
+    else:
+        pm.train_step(**kwargs)
+
+
+@pytest.mark.parametrize("way", ["length", "rows", "values", "names", "dtype", "mode", "layers", "weights"])
+def test_ranks_that_disagree(ranks: Ranks, way: str) -> None:
+    for error in ranks.refused(4, "rank-mismatch", odd_one, way, False):
+        assert "1" in error.message
+
+
+@pytest.mark.parametrize("way", ["length", "rows", "values", "names", "mode", "call"])
+def test_ranks_that_disagree_at_a_later_call(ranks: Ranks, way: str) -> None:
+    ranks.refused(4, "rank-mismatch", odd_one, way, True)
+
+
+def one_raises() -> None:
+    model = seeded(Lm) if dist.get_rank() != 1 else nn.Sequential(Lm())
+    autopar.parallelize(model, "tp=2", kwargs={**batch(), **({"odd": 1} if dist.get_rank() == 1 else {})})
+
+
+def test_an_error_of_one_rank_is_an_error_of_all(ranks: Ranks) -> None:
+    answers = ranks.answers(2, one_raises)
+    assert all(a.error is not None for a in answers)
+
+
+def heads(count: int) -> None:
+    autopar.parallelize(seeded(Attention, count), "tp=4", args=(features(2, 5, 8 * count),), loss=squares)
+
+
+def test_heads_that_do_not_divide(ranks: Ranks) -> None:
+    for error in ranks.refused(4, "indivisible-dim", heads, 6):
+        assert "6 heads" in error.message and "tp=4" in error.message
+        assert "1, 2, 3, 6" in str(error.fix)
+
+
+def odd_op(strict: bool) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), seeded(Odd))
+    autopar.parallelize(seeded(lambda: model), "tp=2", args=(features(*X),), loss=squares, strategy=f"strict={strict}")
+
+
+def test_op_without_a_rule(ranks: Ranks) -> None:
+    for answer in ranks.answers(2, odd_op, False):
+        assert answer.error is None, answer.trace
+        assert len(set(answer.warnings)) == len(answer.warnings)
+        about = [w for w in answer.warnings if "logcumsumexp" in w]
+        assert len(about) == 1, answer.warnings
+        assert "1" in about[0] and "models.py:" in about[0] and "self.down(" in about[0]
+        assert "KiB" in about[0] or "bytes" in about[0] or " B" in about[0]
+
+
+def test_op_without_a_rule_under_strict(ranks: Ranks) -> None:
+    for error in ranks.refused(2, "no-rule", odd_op, True):
+        assert "models.py:" in error.message
+
+
+def test_no_loss() -> None:
+    pm = autopar.parallelize(seeded(Mlp), "dp=1", args=(features(*X),))
+    with pytest.raises(AutoparError) as raised:
+        pm.train_step(features(*X))
+    assert raised.value.slug == "no-loss"
+    assert pm(features(*X)).shape == X
+
+
+def test_nothing_trainable() -> None:
+    pm = autopar.parallelize(seeded(Lm).requires_grad_(False), "dp=1", kwargs=batch())
+    with pytest.raises(AutoparError) as raised:
+        pm.train_step(**batch())
+    assert raised.value.slug == "no-gradient"
+
+
+def mismatched(way: str) -> None:
+    pm = autopar.parallelize(seeded(Mlp), "tp=2", args=(features(*X),), loss=squares)
+    state = seeded(Mlp).state_dict()
+    if way == "missing":
+        del state["up.weight"]
+    elif way == "unexpected":
+        state["odd.weight"] = torch.zeros(2)
+    else:
+        state["up.weight"] = torch.zeros(3, WIDTH)
+    before = pm.full_parameters()
+    try:
+        pm.load_state_dict({n: t + 1 for n, t in state.items()})
+    finally:
+        after = pm.full_parameters()
+        assert all(torch.equal(t, after[n]) for n, t in before.items())
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("missing", ["missing", "up.weight"]),
+        ("unexpected", ["unexpected", "odd.weight"]),
+        ("shape", ["up.weight", "[3, 16]", "[32, 16]"]),
+    ],
+)
+def test_state_dicts_that_do_not_fit(ranks: Ranks, way: str, words: list[str]) -> None:
+    for error in ranks.refused(2, "state-dict-mismatch", mismatched, way):
+        assert all(word in error.message for word in words), error
+
+
+def test_calls_of_another_structure() -> None:
+    pm = autopar.parallelize(seeded(Lm), "dp=1", kwargs=batch())
+    with pytest.raises(TypeError, match="unexpected"):
+        pm.train_step(**batch(), odd=torch.zeros(4))
+    with pytest.raises(AutoparError) as raised:
+        pm.train_step(object(), **batch())
+    assert raised.value.slug == "input-structure"
+
+
+def test_module_stays_where_it_is() -> None:
+    pm = autopar.parallelize(seeded(Lm), "dp=1", kwargs=batch())
+    assert pm.to("cpu").float() is pm
+    with pytest.raises(AutoparError) as raised:
+        pm.double()
+    assert raised.value.slug == "fixed-module"
+
+
+def test_warnings_reach_the_user() -> None:
+    with pytest.warns(AutoparWarning, match="logcumsumexp|i0e"):
+        autopar.parallelize(seeded(Odd), "dp=1", args=(features(*X),), loss=squares)
