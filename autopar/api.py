@@ -54,8 +54,10 @@ def parallelize(
     agreement = Agreement.over(sizes, tuple(over.mesh.flatten().tolist()) if over is not None else (0,))
     rank = agreement.ranks.index(dist.get_rank()) if over is not None else 0
     hollow = blueprint(model) if any(p.is_meta for p in model.parameters()) else None
-    read, here = hollow or model, lambda m: m.coordinates(rank)
-    compiler = Compiler(read, sizes, strategy, at=here, agree=agreement, loss=loss, batch_dims=batch_dims)
+    compiler = Compiler(
+        model, sizes, strategy, at=lambda m: m.coordinates(rank), agree=agreement, loss=loss, batch_dims=batch_dims
+    )
+    compiler.model = hollow or model
 
     def build(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ParallelModule:
         first = compiler.example(args, kwargs, model.training)

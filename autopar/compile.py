@@ -1,6 +1,7 @@
 """From a model and a way of calling it to a program for a rank; each way is compiled once."""
 
 import hashlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.base import Context
+from autopar.passes.microbatch import microbatch
 from autopar.passes.pipeline import Record, parse, run
 from autopar.runtime.agreement import checksum
 from autopar.strategy import Strategy
@@ -42,6 +44,12 @@ class Variant:
     constants: dict[str, Tensor]
     resharded: Program
     records: list[Record] = field(default_factory=list)
+    prologue: Program | None = None  # LOCAL: what a step in microbatches computes once, from all rows
+
+    @property
+    def microbatches(self) -> int:
+        """How often a step runs the program."""
+        return self.program.mesh.microbatches
 
 
 def lower(
@@ -155,6 +163,7 @@ class Compiler:
 
     def _traced(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Traced:
         if key not in self.traces:
+            _check_call(self.model, args, kwargs)
             rows, train = key[-2], key[-1]
             traced = trace(
                 self.model, args, kwargs, mesh=self.mesh, rows=rows, loss=self.loss, batch_dims=self.batch_dims, train=train
@@ -165,7 +174,14 @@ class Compiler:
 
     def _compile(self, traced: Traced, loss_only: bool) -> Variant:
         context = Context(load(self.strategy.hardware), self.pinned, self.strategy.strict)
-        program, planned = only_loss(traced.program) if loss_only else traced.program, traced.program
+        program, prologue = only_loss(traced.program) if loss_only else traced.program, None
+        if loss_only and self.strategy.microbatches > 1:
+            split = microbatch(program, self.strategy.microbatches, context)
+            program, prologue = split.main, split.prologue
+        if prologue is not None:
+            at = self.at(traced.program.mesh)
+            prologue = run(prologue, "data-parallel,reshard,localize", Context(context.hardware, at=at))
+        planned = program
         records: list[Record] = []
         for p in parse(self.strategy.pipeline):
             if p.name == "localize":
@@ -175,7 +191,7 @@ class Compiler:
         for name, param in program.params.items():
             if param.layout is not None and param.kind != "constant":
                 self.pinned.setdefault(name, param.layout)
-        return Variant(program, traced.structure, traced.constants, planned, records)
+        return Variant(program, traced.structure, traced.constants, planned, records, prologue)
 
     def _agreed(self, make: Callable[[], Variant]) -> Variant:
         """What ``make`` returns, once every rank has made the same plan; an error anywhere is an error everywhere."""
@@ -199,6 +215,14 @@ class Compiler:
         new = [m for m in dict.fromkeys(messages) if m not in self.said]
         self.said.update(new)
         tell(new)
+
+
+def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        fix = "pass what the model's forward takes"
+        raise AutoparError("input-structure", f"inputs of {type(model).__name__}: {error}", fix) from None
 
 
 def tell(messages: Iterable[str]) -> None:

@@ -14,6 +14,7 @@ class Strategy:
         sequence_parallel: shard positions of norms, residuals and dropouts over ``tp``.
         strict: an op without a rule is an error instead of a warning.
         passes: pipeline text, overriding all other fields.
+        microbatches: parts of a rank's rows that a training step runs one after the other, gradients accumulating.
         hardware: profile whose figures price the choices: "h100", "a100-80g", "cpu", ...
 
     Fields of techniques that are not there yet are refused when they are set.
@@ -23,10 +24,10 @@ class Strategy:
     strict: bool = False
     passes: str | None = None
     hardware: str = "h100"
+    microbatches: int = 1
     zero: int = 0
     zero_shard_size: int | None = None
     prefetch: int | None = None
-    microbatches: int = 1
     approximate_microbatches: bool = False
     schedule: str | None = None
     virtual_stages: int = 1
@@ -38,12 +39,12 @@ class Strategy:
     expert_capacity: float | None = None
 
     def __post_init__(self) -> None:
-        later = {f.name: f.default for f in fields(self)[4:]}
+        later = {f.name: f.default for f in fields(self)[5:]}
         for name, default in later.items():
             if getattr(self, name) != default:
                 raise AutoparError(
                     "unsupported-strategy",
-                    f"Strategy({name}={getattr(self, name)!r}): this version has data, tensor and sequence parallelism only",
+                    f"Strategy({name}={getattr(self, name)!r}): this version does not have it",
                     f"leave {name} at {default!r}",
                 )
 

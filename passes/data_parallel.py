@@ -7,6 +7,7 @@ from torch import fx
 
 from autopar.errors import AutoparError
 from autopar.ir.layout import I, Layout, P, R, Shard, Type
+from autopar.ir.mesh import TIME, Mesh
 from autopar.ir.program import Form, Program, tensor_args
 from autopar.passes.base import Context, Pass
 from autopar.rules.relation import Assignment
@@ -19,6 +20,7 @@ from autopar.solve.prices import conversion_prices, op_prices
 from autopar.solve.problem import Choices, solve
 from autopar.solve.sources import batch_shard, sources
 
+IMPOSSIBLE = 1e6  # µs: a conversion between microbatches
 WHOLE = 1e3  # µs: an op that could keep its rows but is computed on all of them
 
 
@@ -48,12 +50,13 @@ class DataParallel(Pass):
 
     def rewrite(self, program: Program, context: Context) -> Program:
         """See Pass."""
-        axes = [a for a in program.mesh.data_axes if program.mesh.size(a) > 1]
+        axes = [a for a in (*program.mesh.data_axes, TIME) if program.mesh.size(a) > 1]
         if len(axes) > 1 and len(set(program.rows)) > 1:
             raise AutoparError(
                 "uneven-rows", f"rows per data rank are {program.rows}, uneven over {' and '.join(axes)}",
                 "give every data rank as many rows, or use one data axis",
             )  # fmt: skip
+        _check_microbatches(program)
         if axes and program.rows and sum(program.rows) < 2:
             raise AutoparError(
                 "few-rows", f"{sum(program.rows)} rows in all for {program.mesh.data_size} data ranks",
@@ -89,23 +92,26 @@ class DataParallel(Pass):
             return prices(node, a) + (WHOLE if can and not sharded else 0.0)
 
         return Choices(
-            types={v: self._types(program, flow, found, v, shard) for v in sources(flow)},
+            types={v: self._types(program, flow, found, v, axis, shard) for v in sources(flow)},
             strategies=options,
             outputs=[self._outputs(program, flow, found, i, shard) for i in range(len(program.outputs))],
             op_price=op_price,
             source_price=lambda value, kind: 0.0,
-            convert_price=conversion_prices(
-                flow, context.hardware, program.mesh, axis, shares(flow, dict(program.mesh.axes))
-            ),
+            convert_price=_in_time
+            if axis == TIME
+            else conversion_prices(flow, context.hardware, program.mesh, axis, shares(flow, _sizes(program.mesh))),
         )
 
-    def _types(self, program: Program, flow: Flow, found: Candidates, v: int, shard: Shard) -> list[Type]:
+    def _types(
+        self, program: Program, flow: Flow, found: Candidates, v: int, axis: str, shard: Shard
+    ) -> list[Type]:
         value = flow.values[v]
         if value.role == "param":
             return [R] if value.diff else [I]
         if value.role == "input":
             dim = batch_dim(program, flow, v)
-            return [I] if dim is None else [replace(shard, dim=dim)]
+            whole: Type = R if axis == TIME and value.diff else I
+            return [whole] if dim is None else [replace(shard, dim=dim)]
         return [*found.shards.get(v, ()), I, *([R] if value.diff else []), *([P] if value.spec.shape == () else [])]
 
     def _outputs(self, program: Program, flow: Flow, found: Candidates, index: int, shard: Shard) -> list[Type]:
@@ -129,6 +135,27 @@ def batch_dim(program: Program, flow: Flow, v: int) -> int | None:
     """The batch dim of an input; None for other values."""
     value = flow.values[v]
     return program.inputs[value.key[0].meta["input"]].batch_dim if value.role == "input" else None
+
+
+def _check_microbatches(program: Program) -> None:
+    """Every data rank's rows divide into the microbatches. Raises AutoparError ``microbatch-rows``."""
+    count = program.mesh.microbatches
+    if count > 1 and program.rows and (len(set(program.rows)) > 1 or program.rows[0] % count):
+        rows = program.rows[0] if len(set(program.rows)) == 1 else program.rows
+        sizes = [n for n in range(1, min(program.rows) + 1) if all(r % n == 0 for r in program.rows)]
+        raise AutoparError(
+            "microbatch-rows", f"{rows} rows of a data rank do not divide into {count} microbatches",
+            f"microbatches in {', '.join(map(str, sizes))}, with as many rows on every data rank",
+        )  # fmt: skip
+
+
+def _sizes(mesh: Mesh) -> dict[str, int]:
+    return {**dict(mesh.axes), TIME: mesh.microbatches}
+
+
+def _in_time(value: int, src: Type, dst: Type) -> float:
+    """Steps cannot exchange values: only slices and kept-once terms are possible along ``mb``."""
+    return IMPOSSIBLE if isinstance(src, Shard) or src == P else 0.0
 
 
 def _layout(flow: Flow, v: int) -> Layout:

@@ -6,6 +6,7 @@ from typing import ClassVar
 from torch import fx
 
 from autopar.ir.layout import local_shape
+from autopar.ir.mesh import TIME
 from autopar.ir.program import Form, Program, Spec, specs, tensor_args
 from autopar.passes.base import Context, Pass
 from autopar.rules.local import Place, localize_node
@@ -39,7 +40,7 @@ class Localize(Pass):
 
     def rewrite(self, program: Program, context: Context) -> Program:
         """See Pass."""
-        program.at = dict(context.at) or dict.fromkeys(program.mesh.names, 0)
+        program.at = {TIME: 0, **(dict(context.at) or dict.fromkeys(program.mesh.names, 0))}
         handles = {name: _Graph(program, block.graph).run() for name, block in program.blocks.items()}
         outer = _Graph(program, program.graph)
         outer.run()

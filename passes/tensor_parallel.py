@@ -8,7 +8,7 @@ from torch import fx
 
 from autopar.errors import AutoparError
 from autopar.ir.layout import I, P, Piece, R, Shard, Type
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import TIME, Mesh
 from autopar.ir.program import Form, Program, tensor_args
 from autopar.passes.base import Context, Pass
 from autopar.passes.data_parallel import batch_dim
@@ -168,7 +168,7 @@ class _Space:
             for n, _ in flow.ops
         }
         prices = op_prices(flow, self.context.hardware, mesh.size(self.axis))
-        convert = conversion_prices(flow, self.context.hardware, mesh, self.axis, shares(flow, dict(mesh.axes)))
+        convert = conversion_prices(flow, self.context.hardware, mesh, self.axis, shares(flow, {**dict(mesh.axes), TIME: mesh.microbatches}))
 
         def op_price(node: fx.Node, a: Assignment) -> float:
             return prices(node, a) + (POSITIONS if self.sequence and self._idle(node, a, options[node]) else 0.0)

@@ -125,7 +125,7 @@ def _perform(task: bytes) -> bytes:
     """The pickled Answer; what cannot be pickled becomes text."""
     answer = Answer()
     with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
+        warnings.simplefilter("default")
         try:
             function, args, rank, world, store, timeout = pickle.loads(task)
             dist.init_process_group(

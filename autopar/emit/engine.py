@@ -50,6 +50,13 @@ class Engine:
         for unit in self.units:
             unit.reshard()  # type: ignore[operator]
 
+    @contextmanager
+    def backward(self, last: bool) -> Iterator[None]:
+        """Around a backward: gradients are reduced in that of the last microbatch alone, and accumulate before."""
+        for unit in self.units:
+            unit.set_requires_gradient_sync(last, recurse=False)  # type: ignore[operator]
+        yield
+
     def heal(self) -> None:
         """Clear what a backward that raised left behind."""
         idle = torch._C._current_graph_task_id() == -1

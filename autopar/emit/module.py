@@ -1,6 +1,6 @@
 """The module that parallelize returns: the model's names, this rank's shards, one function for each kind of layer."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -13,8 +13,9 @@ from autopar.emit.norms import clip_gradients
 from autopar.emit.params import Place, gather_of, shard_of
 from autopar.emit.source import body_of, source
 from autopar.emit.state import load
+from autopar.emit.steps import Moving, loss_of, parts
 from autopar.emit.units import skeleton
-from autopar.errors import AutoparError
+from autopar.ir.mesh import TIME
 from autopar.ir.printer import print_program
 from autopar.ir.program import Param, Program
 from autopar.runtime.collectives import all_reduce_invariant
@@ -79,32 +80,64 @@ class ParallelModule(nn.Module):
             AutoparError: ``no-loss`` where the model has none, ``no-gradient`` where nothing is trainable.
         """
         with torch.enable_grad():
-            variant, values = self._run(args, kwargs, loss_only=True)
-            kinds = [o.kind for o in variant.program.outputs]
-            if "loss" not in kinds:
-                raise AutoparError("no-loss", "the model returns no loss", "pass loss= to parallelize, or labels")
-            loss: Tensor = values[kinds.index("loss")]
-            if not loss.requires_grad:
-                raise AutoparError("no-gradient", "the loss depends on no trainable parameter", "unfreeze a parameter")
-            loss.backward()
-        total = loss.detach().clone()
+            variant, emitted, tensors = self._prepare(args, kwargs, loss_only=True)
+            total: Tensor | None = None
+            for inputs in parts(variant.program, tensors, self._prologue(variant), self._moving(variant)):
+                last = self._moving(variant).coordinate == variant.program.mesh.microbatches - 1
+                with self._engine.forward():
+                    values = self._skeleton.root(emitted.call, *inputs)
+                loss = loss_of(emitted.outputs, values)
+                with self._engine.backward(last):
+                    loss.backward()
+                total = loss.detach().clone() if total is None else total + loss.detach()
+        self._update_buffers(emitted, values)
+        assert total is not None
         for name in self._place.data_axes:
             total = all_reduce_invariant(total, self._place.axes[name])
         return total
 
-    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_only: bool) -> tuple[Variant, list[Any]]:
+    def _prepare(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_only: bool
+    ) -> tuple[Variant, Emitted, list[Tensor]]:
         grad = torch.is_grad_enabled()
         variant = self._compiler.variant(args, kwargs, train=self.training, loss_only=loss_only, grad=grad)
+        self._moving(variant)
         emitted = self._emit(variant)
-        tensors = variant.structure.flatten(args, kwargs)
         if isinstance(streams := self._handles.get("rng"), Streams):
             streams.advance()
+        return variant, emitted, variant.structure.flatten(args, kwargs)
+
+    def _moving(self, variant: Variant) -> Moving:
+        """The handle of the microbatch that runs."""
+        if TIME not in self._handles:
+            self._handles = {**self._handles, TIME: Moving()}
+        moving: Moving = self._handles[TIME]
+        moving.size = variant.program.mesh.microbatches
+        return moving
+
+    def _prologue(self, variant: Variant) -> Callable[[list[Tensor]], list[Tensor]] | None:
+        """What a step in microbatches computes once, from all rows."""
+        program = getattr(variant, "prologue", None)
+        if program is None:
+            return None
+        if id(program) not in self._emitted:
+            own = getattr(variant, "constants", None)
+            made = emit(program, self._skeleton, self._engine, self._place, self._handles, own)
+            self._emitted[id(program)] = (variant, made)
+        call = self._emitted[id(program)][1].call
+        return lambda tensors: list(call(tuple(tensors)))
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_only: bool) -> tuple[Variant, list[Any]]:
+        variant, emitted, tensors = self._prepare(args, kwargs, loss_only)
         with self._engine.forward():
             values = self._skeleton.root(emitted.call, *tensors)
+        self._update_buffers(emitted, values)
+        return variant, values
+
+    def _update_buffers(self, emitted: Emitted, values: list[Any]) -> None:
         for output, value in zip(emitted.outputs, values):
             if output.kind == "buffer":
                 self._update(output.name, value)
-        return variant, values
 
     def _emit(self, variant: Variant) -> Emitted:
         """The variant's functions, made at its first call."""

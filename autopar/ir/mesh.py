@@ -10,6 +10,7 @@ from autopar.errors import AutoparError
 
 KNOWN_AXES = ("pp", "dp", "ep", "cp", "tp")
 DATA_AXES = ("dp", "ep")
+TIME = "mb"
 
 
 @dataclass(frozen=True)
@@ -17,10 +18,12 @@ class Mesh:
     """Named axes with their sizes, major to minor, as in ``DeviceMesh``.
 
     ``axes`` may hold sub-axes (``tp0``, ``tp1``) once ``split`` was called; ``user_axes`` are those the user gave.
+    ``microbatches`` is the size of the axis ``mb``, which is executed in time: it has no ranks.
     """
 
     axes: tuple[tuple[str, int], ...]
     user_axes: tuple[tuple[str, int], ...] = ()
+    microbatches: int = 1
 
     def __post_init__(self) -> None:
         if not self.user_axes:
@@ -59,8 +62,8 @@ class Mesh:
         return tuple(a for a, _ in self.axes)
 
     def size(self, axis: str) -> int:
-        """Ranks along ``axis``; 1 where the mesh lacks it. A split axis counts its sub-axes together."""
-        sizes = dict(self.axes)
+        """Ranks along ``axis`` (steps along ``mb``); 1 where the mesh lacks it. A split axis counts its parts together."""
+        sizes = {**dict(self.axes), TIME: self.microbatches}
         return sizes[axis] if axis in sizes else dict(self.user_axes).get(axis, 1)
 
     def base(self, axis: str) -> str:
@@ -72,8 +75,8 @@ class Mesh:
         return tuple(a for a, _ in self.axes if self.base(a) == axis)
 
     def is_data(self, axis: str) -> bool:
-        """Whether ranks along the axis hold different rows of the batch."""
-        return self.base(axis) in DATA_AXES
+        """Whether ranks (or steps) along the axis hold different rows of the batch."""
+        return self.base(axis) in (*DATA_AXES, TIME)
 
     @property
     def data_axes(self) -> tuple[str, ...]:

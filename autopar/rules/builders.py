@@ -105,6 +105,63 @@ def window(node: fx.Node) -> Labels:
     return Labels((names,), (names,), frozenset(moved), linear=(frozenset({0}),) if "value" not in known else ())
 
 
+def spatial(count: int) -> Builder:
+    """Pooling, resampling: the last ``count`` dims are blocked in the input and the outputs, the others pass."""
+
+    def build(node: fx.Node) -> Labels:
+        ins, outs = input_shapes(node)[:1], output_shapes(node)
+        ahead = tuple(numbered(len(ins[0]) - count))
+        before, after = (tuple(f"{kind}{i}" for i in range(count)) for kind in "xy")
+        linear = () if len(outs) > 1 else (frozenset({0}),)
+        return Labels(((*ahead, *before),), ((*ahead, *after),) * len(outs), frozenset({*before, *after}), linear=linear)
+
+    return build
+
+
+def transform(node: fx.Node) -> Labels:
+    """Fourier transforms: the transformed dims are blocked."""
+    rank = len(input_shapes(node)[0])
+    names = tuple(numbered(rank))
+    blocked = frozenset(f"d{d}" for d in normal_dims(arguments(node)["dim"], rank))
+    return Labels((names,), (names,), blocked, linear=(frozenset({0}),))
+
+
+def unfold(node: fx.Node) -> Labels:
+    """Windows of one dim; their entries are a new last dim."""
+    rank = len(input_shapes(node)[0])
+    names = tuple(numbered(rank))
+    blocked = {f"d{d}" for d in normal_dims(arguments(node)["dimension"], rank)} | {"new"}
+    return Labels((names,), ((*names, "new"),), frozenset(blocked), linear=(frozenset({0}),))
+
+
+def diagonal(node: fx.Node) -> Labels:
+    """Two dims become their diagonal, the last dim of the result."""
+    rank = len(input_shapes(node)[0])
+    known = arguments(node)
+    taken = {known["dim1"] % rank, known["dim2"] % rank}
+    names = tuple(numbered(rank))
+    kept = tuple(n for i, n in enumerate(names) if i not in taken)
+    blocked = {f"d{i}" for i in taken} | {"new"}
+    return Labels((names,), ((*kept, "new"),), frozenset(blocked), linear=(frozenset({0}),))
+
+
+def index_add(node: fx.Node) -> Labels:
+    """index_add, index_copy: rows of ``dim`` by a 1-D index; the other dims agree."""
+    rank = len(input_shapes(node)[0])
+    dim = normal_dims(arguments(node)["dim"], rank)[0]
+    names = tuple(numbered(rank))
+    rows = tuple("own" if i == dim else n for i, n in enumerate(names))
+    return Labels((names, ("own",), rows), (names,), frozenset({f"d{dim}", "own"}), linear=(frozenset({0, 2}),))
+
+
+def index_fill(node: fx.Node) -> Labels:
+    """Rows of ``dim`` by a 1-D index, set to a number."""
+    rank = len(input_shapes(node)[0])
+    dim = normal_dims(arguments(node)["dim"], rank)[0]
+    names = tuple(numbered(rank))
+    return Labels((names, ("own",)), (names,), frozenset({f"d{dim}", "own"}))
+
+
 def select(node: fx.Node) -> Labels:
     """One index of ``dim``."""
     rank = len(input_shapes(node)[0])
@@ -274,6 +331,23 @@ def index(node: fx.Node) -> Labels:
     out = tuple(rest[:before] + list(shared) + rest[before:])
     blocked = frozenset([f"d{i}" for i in places] + ([n for n in (*names, *shared) if n] if bools else []))
     return Labels((tuple(names), *binds), (out,), blocked)
+
+
+def index_put(node: fx.Node) -> Labels:
+    """x[.., i, j, ..] = values: indexed dims and the indices' own are blocked; dims not indexed pass."""
+    source, *chosen, values = input_shapes(node)
+    places = [i for i, a in enumerate(arguments(node)["indices"]) if a is not None]
+    width = max(len(s) for s in chosen)
+    shared = [f"i{k}" for k in range(width)]
+    binds = [tuple(shared[width - len(s) + k] if n != 1 else None for k, n in enumerate(s)) for s in chosen]
+    names = numbered(len(source))
+    rest = [n for i, n in enumerate(names) if i not in places]
+    before = places[0] if places == list(range(places[0], places[-1] + 1)) else 0
+    target = [*rest[:before], *shared, *rest[before:]]
+    written = tuple(n if size != 1 else None for n, size in zip(target[len(target) - len(values) :], values))
+    bools = any(a.meta["spec"].dtype.itemsize == 1 for a in tensor_args(node)[1:-1])
+    blocked = frozenset(n for n in (*(names if bools else (names[i] for i in places)), *shared) if n)
+    return Labels((tuple(names), *binds, written), (tuple(names),), blocked)
 
 
 def index_select(node: fx.Node) -> Labels:

@@ -6,7 +6,7 @@ from torch import fx
 
 from autopar.ir import ops
 from autopar.ir.layout import Piece, Shard, plain_shard
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import TIME, Mesh
 from autopar.rules.arguments import arguments
 from autopar.rules.table import aten
 from autopar.solve.flow import Flow, is_op
@@ -37,6 +37,8 @@ def sources(flow: Flow) -> Iterator[int]:
 def batch_shard(mesh: Mesh, axis: str, rows: tuple[int, ...]) -> Shard:
     """How the data axis ``axis`` shards dim 0 of an input whose data ranks hold ``rows``."""
     total, ways = sum(rows), mesh.size(axis)
+    if axis == TIME:
+        return Shard(0, (Piece(total, ways, rows[0] // ways),))
     if len(set(rows)) > 1:
         return Shard(0, (Piece(total, total, 1, rows),))
     names = mesh.data_axes

@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
 
@@ -121,8 +123,7 @@ class Builder:
             return function(*(next(rest) if isinstance(a, fx.Node) else a for a in args))
 
         metas = [torch.empty(shape(n), dtype=dtype(n), device="meta") for n in inputs]
-        with torch.no_grad():
-            module = make_fx(torch.func.functionalize(closed, remove="mutations"))(*metas)
+        module = _traced(closed, metas)
         env: dict[fx.Node, Any] = {}
         places = iter(inputs)
         for node in module.graph.nodes:
@@ -200,6 +201,21 @@ class Builder:
             flat.extend(p.args[0] if nested else [p])  # type: ignore[arg-type]
         flat = [p for p in flat if shape(p)[dim] > 0] or flat[:1]
         return flat[0] if len(flat) == 1 else self.emit(aten.cat.default, flat, dim)
+
+
+def _traced(function: Callable[..., Any], metas: list[Tensor]) -> fx.GraphModule:
+    """The aten ops of a function, none of which writes in place."""
+    with torch.no_grad():
+        module = make_fx(torch.func.functionalize(function, remove="mutations"))(*metas)
+        if any(n.op == "call_function" and _mutates(n.target) for n in module.graph.nodes):
+            # kernels that torch writes in C++ (quantile, gru) mutate what they made themselves, below that functionalization
+            with enable_python_dispatcher():
+                module = make_fx(dispatch_functionalize(function))(*metas)  # type: ignore[no-untyped-call]
+    return module
+
+
+def _mutates(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
 def _is_node(value: Any) -> bool:

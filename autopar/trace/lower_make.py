@@ -1,5 +1,6 @@
 """Normal forms of what makes tensors from numbers, and of indexing by them: constants, iotas, triangles, gathers."""
 
+import math
 from typing import Any
 
 import torch
@@ -111,6 +112,16 @@ def gather(b: Builder, x: fx.Node, dim: int, index: fx.Node, **_: Any) -> fx.Nod
         if terms == ((d - len(s), 1),) or (not terms and to[d] == 1):
             return b.cut(x, d, line.const, line.const + to[d])
     return b.emit(aten.gather.default, x, d, index)
+
+
+@lowering(aten.index_put.default, aten._unsafe_index_put.default)
+def _index_put(b: Builder, x: fx.Node, indices: list[Any], values: fx.Node, accumulate: bool = False) -> fx.Node:
+    """One number where a mask is true is a ``where``."""
+    mask = indices[0] if len(indices) == 1 else None
+    if mask is not None and dtype(mask) == torch.bool and math.prod(shape(values)) == 1 and not accumulate:
+        wide = b.reshape(mask, (*shape(mask), *(1 for _ in shape(x)[len(shape(mask)) :])))
+        return b.emit(aten.where.self, wide, b.reshape(b.cast(values, dtype(x)), ()), x)
+    return b.emit(aten.index_put.default, x, list(indices), values, accumulate)
 
 
 @lowering(aten.index.Tensor)

@@ -302,6 +302,13 @@ def batch_norm(b: Builder, x: fx.Node, w: Any, bias: Any, mean: Any, var: Any, t
     return b.inline(_batch_norm_eval, x, w, bias, mean, var, rest[1])
 
 
+@lowering(aten.glu.default)
+def _glu(b: Builder, x: fx.Node, dim: int = -1) -> fx.Node:
+    """Two halves, so that each may be sharded by itself."""
+    value, gate = b.apply(aten.split.Tensor, x, shape(x)[dim] // 2, dim)
+    return b.emit(aten.mul.Tensor, value, b.emit(aten.sigmoid.default, gate))
+
+
 @lowering(aten.softmax.int, aten._softmax.default)
 def _softmax(b: Builder, x: fx.Node, dim: int, to: Any = None) -> fx.Node:
     return _soft(b, aten.softmax.int, x, dim, to)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.errors import AutoparError
 from autopar.ir.program import Spec
 from autopar.trace.builder import Builder, aten, broadcast, dtype, lowering, positive, shape
 
@@ -179,6 +180,70 @@ def _select_scatter(b: Builder, x: fx.Node, src: fx.Node, dim: int, index: int) 
     d = positive(dim, len(shape(x)))
     i = positive(index, shape(x)[d])
     return _slice_scatter(b, x, _unsqueeze(b, src, d), d, i, i + 1)
+
+
+@lowering(aten.unfold.default)
+def _unfold(b: Builder, x: fx.Node, dim: int, size: int, step: int) -> fx.Node:
+    """Windows side by side are a view."""
+    s, d = shape(x), positive(dim, len(shape(x)))
+    if not s or size != step or s[d] % size:
+        return b.emit(aten.unfold.default, x, d, size, step)
+    apart = b.reshape(x, (*s[:d], s[d] // size, size, *s[d + 1 :]))
+    return b.permute(apart, [*range(d + 1), *range(d + 2, len(s) + 1), d + 1])
+
+
+def _row_major(s: tuple[int, ...]) -> list[int]:
+    return [math.prod(s[i + 1 :]) for i in range(len(s))]
+
+
+def _strided(b: Builder, x: fx.Node, size: Any, stride: Any, offset: Any) -> tuple[int, fx.Node]:
+    """(how many dims in front are taken as they are, places in the others flattened), for a tensor in row-major order."""
+    s, size, stride, offset = shape(x), list(size), list(stride), offset or 0
+    val = b.like.args[0].meta.get("val") if b.like is not None and b.like.args and isinstance(b.like.args[0], fx.Node) else None
+    own = _row_major(s)
+    ahead = 0
+    while offset == 0 and ahead < len(size) - 1 and ahead < len(s) - 1 and (size[ahead], stride[ahead]) == (s[ahead], own[ahead]):
+        ahead += 1
+    reach = offset + sum((n - 1) * step for n, step in zip(size[ahead:], stride[ahead:]))
+    if (isinstance(val, torch.Tensor) and not val.is_contiguous()) or reach >= math.prod(s[ahead:]):
+        where = b.like.meta if b.like is not None else {}
+        raise AutoparError(
+            "unsupported-op",
+            f"{where.get('module') or 'the model'}: {where.get('source')}: as_strided (or fill_diagonal_) of a view that is not contiguous",
+            "call contiguous() first, or use unfold, diagonal or indexing",
+        )
+
+    def places() -> torch.Tensor:
+        at = torch.full((), offset)
+        for n, step in zip(size[ahead:], stride[ahead:]):
+            at = at.unsqueeze(-1) + torch.arange(n) * step
+        return at
+
+    return ahead, b.inline(places)
+
+
+@lowering(aten.as_strided.default, aten.as_strided_copy.default)
+def _as_strided(b: Builder, x: fx.Node, size: Any, stride: Any, offset: Any = None) -> fx.Node:
+    """An index into the flat dims: strides do not outlive the trace."""
+    s = shape(x)
+    if (tuple(size), list(stride), offset or 0) == (s, _row_major(s), 0):
+        return x
+    ahead, at = _strided(b, x, size, stride, offset)
+    flat = b.reshape(x, (*s[:ahead], math.prod(s[ahead:])))
+    taken: fx.Node = b.apply(aten.index.Tensor, flat, [*(None for _ in range(ahead)), at])
+    return taken
+
+
+@lowering(aten.as_strided_scatter.default)
+def _as_strided_scatter(b: Builder, x: fx.Node, src: fx.Node, size: Any, stride: Any, offset: Any = None) -> fx.Node:
+    """A scatter into the flat dims (torch's own derivative of the op is wrong where strides skip elements)."""
+    s = shape(x)
+    ahead, at = _strided(b, x, size, stride, offset)
+    lead, count = s[:ahead], math.prod(shape(at))
+    flat = b.reshape(x, (*lead, math.prod(s[ahead:])))
+    index = b.expand(b.reshape(at, (*(1 for _ in lead), count)), (*lead, count))
+    put = b.emit(aten.scatter.src, flat, ahead, index, b.reshape(b.cast(src, dtype(x)), (*lead, count)))
+    return b.reshape(put, s)
 
 
 @lowering(aten.cat.default)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 WIDTH = 16
+BITS = 16  # a mask of so many features is a whole number that float32 holds
 
 
 class Mlp(nn.Module):
@@ -67,30 +68,49 @@ class Lm(nn.Module):
         return Output(loss, logits, {"mean": h.pow(2).mean(), "none": None})
 
 
+@torch.library.custom_op("autopar_tests::mystery", mutates_args=())
+def mystery(x: Tensor) -> Tensor:
+    """An op that no rule can know: every value of the last dim depends on all that come before."""
+    return x.cumsum(-1)
+
+
+@mystery.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _mystery_backward(ctx: Any, grad: Tensor) -> Tensor:
+    return grad.flip(-1).cumsum(-1).flip(-1)
+
+
+mystery.register_autograd(_mystery_backward)
+
+
 class Odd(nn.Module):
-    """Has ops that no rule can share out."""
+    """Has an op without a rule between a column and a row product."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.special.i0e(self.up(x)).logcumsumexp(-1))
+        return self.down(mystery(self.up(x)))
 
 
 class Dropped(nn.Module):
-    """Returns two values under dropout: one of hidden features, one of the output's."""
+    """Dropout of hidden features, all 1, and of the output. Returns the masks of both halves of the features as numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * BITS), nn.Linear(2 * BITS, WIDTH)
         self.inner, self.outer = nn.Dropout(0.5), nn.Dropout(0.5)
         nn.init.zeros_(self.up.weight)
         nn.init.ones_(self.up.bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.inner(self.up(x))
-        return hidden, self.outer(self.down(hidden))
+        halves = hidden.view(*hidden.shape[:-1], 2, BITS)
+        return (halves * (2.0 ** torch.arange(BITS) / 2)).sum(-1), self.outer(self.down(hidden))
 
 
 class DroppedTokens(nn.Module):
