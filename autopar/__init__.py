@@ -1,10 +1,15 @@
 """autopar: a compiler that makes an unmodified PyTorch model run on a device mesh, equal to the original."""
 
 from autopar.api import parallelize
+from autopar.checkpoint.folder import latest, step_folder
+from autopar.checkpoint.safetensors import Weights
 from autopar.emit.module import ParallelModule
 from autopar.errors import AutoparError, AutoparWarning
 from autopar.strategy import Strategy
 from autopar.verify.numerics import Report, verify
 
 __version__ = "0.1.0"
-__all__ = ["AutoparError", "AutoparWarning", "ParallelModule", "Report", "Strategy", "__version__", "parallelize", "verify"]
+__all__ = [
+    "AutoparError", "AutoparWarning", "ParallelModule", "Report", "Strategy", "Weights", "__version__", "latest",
+    "parallelize", "step_folder", "verify",
+]  # fmt: skip

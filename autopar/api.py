@@ -1,5 +1,6 @@
 """parallelize: every stage on one screen."""
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,12 +9,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autopar.checkpoint.live import Peers
+from autopar.checkpoint.safetensors import Weights, read_or_make
 from autopar.compile import Compiler, check_axes
 from autopar.emit.deferred import Deferred
 from autopar.emit.module import ParallelModule
 from autopar.emit.params import Place, initialise
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
+from autopar.ir.program import Param
 from autopar.runtime.agreement import Agreement
 from autopar.runtime.random import Streams
 from autopar.strategy import Strategy
@@ -31,6 +35,7 @@ def parallelize(
     strategy: Strategy | str | None = None,
     seed: int = 0,
     device: torch.device | str | None = None,
+    weights: Weights | str | os.PathLike[str] | None = None,
 ) -> ParallelModule:
     """A module that computes on ``mesh`` what ``model`` computes on the global batch. Collective.
 
@@ -44,6 +49,7 @@ def parallelize(
         strategy: a Strategy, or its text.
         seed: of random streams (dropout), and of initial weights that are on the meta device.
         device: where this rank's shards are put, by default the mesh's; "meta" allocates nothing.
+        weights: a folder of safetensors files from which each rank reads its own slices, instead of the model's values.
 
     Raises:
         AutoparError: with a slug, before any collective but an exchange of hashes and row counts.
@@ -58,12 +64,23 @@ def parallelize(
         model, sizes, strategy, at=lambda m: m.coordinates(rank), agree=agreement, loss=loss, batch_dims=batch_dims
     )
     compiler.model = hollow or model
+    peers, where = Peers(agreement, rank), torch.device(device) if device is not None else None
+
+    def make(params: Mapping[str, Param], constants: Mapping[str, Tensor], place: Place) -> dict[str, Tensor]:
+        if weights is None or (where is not None and where.type == "meta"):
+            return initialise(model, params, place, constants, where, seed)
+        return peers.agreed(
+            "weights",
+            lambda: read_or_make(
+                Weights.of(weights), model, params, place, where,
+                lambda rest: initialise(model, rest, place, constants, where, seed),
+            ),
+        )  # fmt: skip
 
     def build(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ParallelModule:
         first = compiler.example(args, kwargs, model.training)
         place = Place.of(first.program.mesh, over) if over is not None else Place.alone(first.program.mesh)
-        where = torch.device(device) if device is not None else None
-        tensors = initialise(model, first.program.params, place, first.constants, where, seed)
+        tensors = make(first.program.params, first.constants, place)
         compiler.model = hollow or blueprint(model)
         module = ParallelModule(compiler, first.program, place, tensors, {**place.axes, "rng": Streams(seed)})
         return module.train(model.training)

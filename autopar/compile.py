@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from autopar.cost.hardware import load
 from autopar.errors import AutoparError, AutoparWarning
@@ -18,9 +19,11 @@ from autopar.ir.program import Program
 from autopar.passes.base import Context
 from autopar.passes.microbatch import microbatch
 from autopar.passes.pipeline import Record, parse, run
+from autopar.passes.zero import Zero
 from autopar.runtime.agreement import checksum
 from autopar.strategy import Strategy
 from autopar.trace import Structure, Traced, trace
+from autopar.trace.blueprint import blueprint
 from autopar.trace.tracing import batch_dims_of
 
 Loss = Callable[[Any], Tensor]
@@ -72,7 +75,10 @@ def lower(
     """
     check_axes(mesh)
     strategy = Strategy.of(strategy)
-    traced = trace(model, args, kwargs, mesh=mesh, loss=loss, train=model.training if train is None else train)
+    traced = trace_in(
+        precision_of(strategy), model, args, kwargs,
+        mesh=mesh, loss=loss, train=model.training if train is None else train,
+    )  # fmt: skip
     program = only_loss(traced.program) if loss_only else traced.program
     if on_pass:
         on_pass("trace", program)
@@ -88,6 +94,34 @@ def lower(
             break
     tell(context.warnings)
     return program
+
+
+def precision_of(strategy: Strategy) -> str:
+    """The precision that the strategy computes in."""
+    return next((p.precision for p in parse(strategy.pipeline) if isinstance(p, Zero)), "fp32")
+
+
+def trace_in(
+    precision: str, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], **options: Any
+) -> Traced:
+    """The trace of a model that computes in ``precision``; its parameters keep their own dtypes in the table.
+
+    In bf16 it is that of the model with bfloat16 in place of float32 parameters and inputs, buffers as they are: what the
+    model's own code widens (norms, softmax, losses) stays wide.
+    """
+    if precision == "fp32":
+        return trace(model, args, kwargs, **options)
+    dtypes = {n: p.dtype for n, p in model.named_parameters(remove_duplicate=False)}
+    args, kwargs = tree_map(_lowered, (args, dict(kwargs)))
+    traced = trace(blueprint(model, torch.bfloat16), args, kwargs, **options)
+    for name, param in traced.program.params.items():
+        if name in dtypes and param.kind == "parameter":
+            traced.program.params[name] = replace(param, spec=replace(param.spec, dtype=dtypes[name]))
+    return traced
+
+
+def _lowered(x: Any) -> Any:
+    return x.to(torch.bfloat16) if isinstance(x, Tensor) and x.dtype == torch.float32 else x
 
 
 def check_axes(mesh: Mesh) -> None:
@@ -165,9 +199,10 @@ class Compiler:
         if key not in self.traces:
             _check_call(self.model, args, kwargs)
             rows, train = key[-2], key[-1]
-            traced = trace(
-                self.model, args, kwargs, mesh=self.mesh, rows=rows, loss=self.loss, batch_dims=self.batch_dims, train=train
-            )
+            traced = trace_in(
+                precision_of(self.strategy), self.model, args, kwargs,
+                mesh=self.mesh, rows=rows, loss=self.loss, batch_dims=self.batch_dims, train=train,
+            )  # fmt: skip
             self._tell(traced.notes)
             self.traces[key] = self.rewrite(traced)
         return self.traces[key]

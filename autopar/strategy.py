@@ -6,6 +6,9 @@ from typing import Any
 from autopar.errors import AutoparError
 
 
+LATER = ("approximate_microbatches", "schedule", "virtual_stages", "stages", "context_parallel", "expert_capacity")
+
+
 @dataclass(frozen=True)
 class Strategy:
     """How to parallelize. Every field has a default that works.
@@ -16,6 +19,14 @@ class Strategy:
         passes: pipeline text, overriding all other fields.
         microbatches: parts of a rank's rows that a training step runs one after the other, gradients accumulating.
         hardware: profile whose figures price the choices: "h100", "a100-80g", "cpu", ...
+        zero: ZeRO stage over the data axes. From 1 on each data rank keeps 1/N of parameters, gradients and optimizer
+            state. 1 reduces gradients once a step, 2 with each microbatch, 3 also gathers parameters unit by unit.
+        zero_shard_size: data ranks that share out one copy of the parameters; all where None.
+        prefetch: units that are gathered ahead of the one that runs; the engine's own choice where None.
+        recompute: what the backward computes again instead of keeping it: "none", "selective" or "full".
+        precision: "fp32" computes in the parameters' own dtypes, "bf16" in bfloat16 what is held in float32. Parameters,
+            their gradients and the sums over data ranks stay in float32.
+        offload: "cpu" keeps parameters, gradients and optimizer state in host memory.
 
     Fields of techniques that are not there yet are refused when they are set.
     """
@@ -39,7 +50,7 @@ class Strategy:
     expert_capacity: float | None = None
 
     def __post_init__(self) -> None:
-        later = {f.name: f.default for f in fields(self)[5:]}
+        later = {f.name: f.default for f in fields(self) if f.name in LATER}
         for name, default in later.items():
             if getattr(self, name) != default:
                 raise AutoparError(
@@ -54,7 +65,19 @@ class Strategy:
         if self.passes is not None:
             return self.passes
         tensor = "tensor-parallel{sequence}" if self.sequence_parallel else "tensor-parallel"
-        return f"data-parallel,{tensor},reshard,localize"
+        words = ["data-parallel", tensor, "reshard", "localize", *self._engine]
+        return ",".join(words)
+
+    @property
+    def _engine(self) -> list[str]:
+        """The passes behind ``localize``."""
+        given = {
+            "stage": self.zero, "shard": self.zero_shard_size, "prefetch": self.prefetch, "offload": self.offload,
+            "precision": None if self.precision == "fp32" else self.precision,
+        }  # fmt: skip
+        options = " ".join(f"{k}={v}" for k, v in given.items() if v not in (0, None))
+        recompute = [] if self.recompute == "none" else [f"recompute{{policy={self.recompute}}}"]
+        return [f"zero{{{options}}}" if options else "zero", *recompute] if options or recompute else []
 
     def __str__(self) -> str:
         changed = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]

@@ -227,7 +227,17 @@ def worker(rank: int, store: str, times: int) -> None:
         steps[name] = (emitted(module), module)
     for name, (step, module) in steps.items():
         check(name, step, module, reference)
-    table = Table("tp=2", "step", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "MiB sent", "GFLOP", "of by hand, 95 %")
+    table = Table(
+        "tp=2",
+        "step",
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "MiB sent",
+        "GFLOP",
+        "of by hand, 95 %",
+    )
     for name, (step, module) in steps.items():
         counts, ratio, median = counted(step), "", 0.0
         if name != "by hand":
@@ -252,7 +262,9 @@ def one_rank(times: int) -> None:
     check("one rank", step, module, model)
     found = pairs(step, eager(model), (module, model), times)
     table = Table("one rank", "step", "GFLOP", "of eager, 95 %")
-    table.add_row("eager", f"{statistics.median(b for _, b in found) * 1e3:.1f} ms", f"{counted(eager(model)).flops / 1e9:.2f}")
+    table.add_row(
+        "eager", f"{statistics.median(b for _, b in found) * 1e3:.1f} ms", f"{counted(eager(model)).flops / 1e9:.2f}"
+    )
     ratio = "{:.3f} [{:.3f}, {:.3f}]".format(*interval([a / b for a, b in found]))
     median = statistics.median(a for a, _ in found)
     table.add_row("emitted", f"{median * 1e3:.1f} ms", f"{counted(step).flops / 1e9:.2f}", ratio)

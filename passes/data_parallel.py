@@ -8,7 +8,7 @@ from torch import fx
 from autopar.errors import AutoparError
 from autopar.ir.layout import I, Layout, P, R, Shard, Type
 from autopar.ir.mesh import TIME, Mesh
-from autopar.ir.program import Form, Program, tensor_args
+from autopar.ir.program import Form, Output, Program, tensor_args
 from autopar.passes.base import Context, Pass
 from autopar.rules.relation import Assignment
 from autopar.rules.strategies import strategies
@@ -94,7 +94,7 @@ class DataParallel(Pass):
         return Choices(
             types={v: self._types(program, flow, found, v, axis, shard) for v in sources(flow)},
             strategies=options,
-            outputs=[self._outputs(program, flow, found, i, shard) for i in range(len(program.outputs))],
+            outputs=[self._output(out, shard) for out in program.outputs],
             op_price=op_price,
             source_price=lambda value, kind: 0.0,
             convert_price=_in_time
@@ -114,21 +114,10 @@ class DataParallel(Pass):
             return [whole] if dim is None else [replace(shard, dim=dim)]
         return [*found.shards.get(v, ()), I, *([R] if value.diff else []), *([P] if value.spec.shape == () else [])]
 
-    def _outputs(self, program: Program, flow: Flow, found: Candidates, index: int, shard: Shard) -> list[Type]:
-        out = program.outputs[index]
+    def _output(self, out: Output, shard: Shard) -> list[Type]:
         if out.kind == "loss":
             return [P]
-        node = output_arg(program, index)
-        if out.batch_dim is not None and node is not None and shard in found.shards.get(flow.of(node), ()):
-            return [shard]
-        return [I]
-
-
-def output_arg(program: Program, index: int) -> fx.Node | None:
-    """The node behind an entry of the outer output; None for a constant."""
-    out = next(n for n in reversed(program.graph.nodes) if n.op == "output")
-    arg = out.args[0][index]
-    return arg if isinstance(arg, fx.Node) else None
+        return [I] if out.batch_dim is None else [replace(shard, dim=out.batch_dim)]
 
 
 def batch_dim(program: Program, flow: Flow, v: int) -> int | None:

@@ -11,11 +11,13 @@ from autopar.ir.program import Form, Program
 from autopar.passes.base import Context, Pass
 from autopar.passes.data_parallel import DataParallel
 from autopar.passes.localize import Localize
+from autopar.passes.recompute import Recompute
 from autopar.passes.reshard import Reshard
 from autopar.passes.tensor_parallel import TensorParallel
+from autopar.passes.zero import Zero
 from autopar.verify import check_program
 
-PASSES: dict[str, type[Pass]] = {p.name: p for p in (DataParallel, TensorParallel, Reshard, Localize)}
+PASSES: dict[str, type[Pass]] = {p.name: p for p in (DataParallel, TensorParallel, Reshard, Localize, Zero, Recompute)}
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def parse(text: str) -> tuple[Pass, ...]:
         passes.append(_make(text, match))
         if not match[3]:
             break
-    if at != len(text) or not passes:
+    if at != len(text) or not passes or match[3]:
         _refuse(text, at, "expected pass-name or pass-name{option=value}")
     return tuple(passes)
 
@@ -55,13 +57,16 @@ def _make(text: str, match: re.Match[str]) -> Pass:
         name, _, value = word.partition("=")
         if name not in known:
             _refuse(text, match.start(2), f"pass {match[1]} has no option {name!r}; it has {', '.join(known) or 'none'}")
-        options[known[name].name] = _value(known[name].type, value)
+        try:
+            options[known[name].name] = _value(known[name].type, value)
+        except (KeyError, ValueError):
+            _refuse(text, match.start(2), f"option {name} of pass {match[1]} cannot be {value!r}")
     return kind(**options)
 
 
 def _value(kind: Any, text: str) -> Any:
     if kind in (bool, "bool"):
-        return text in ("", "true")
+        return {"": True, "true": True, "false": False}[text]
     return int(text) if kind in (int, "int") else text
 
 
@@ -92,7 +97,7 @@ def run(
         if program.form != p.requires:
             raise AutoparError(
                 "wrong-form", f"pass {p.name} needs {p.requires.name}, the program is {program.form.name}",
-                "order the passes as data-parallel, tensor-parallel, reshard, localize",
+                "order the passes as data-parallel, tensor-parallel, reshard, localize, zero, recompute",
             )  # fmt: skip
         start, before = time.perf_counter(), _size(program)
         program = p.rewrite(program.clone(), context)

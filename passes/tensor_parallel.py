@@ -65,9 +65,13 @@ class TensorParallel(Pass):
         program.mesh = sub_axes(program.mesh, flow)
         relations = relations_of(flow)
         weights = product_parameters(flow)
-        exempt = repeated_parameters(flow, [n for n, h, g in grouped(flow) if g < h] + [n for n, _, _ in repeats(flow)])
+        exempt: set[int] = set()
+        shared = 1
         stream = residual_stream(flow)
         for axis in program.mesh.parts("tp"):
+            shared *= program.mesh.size(axis)
+            few = [n for n, h, g in (*grouped(flow), *repeats(flow)) if g < h and g % shared]
+            exempt = repeated_parameters(flow, few)
             seeds = list(weight_seeds(flow, weights, program.mesh, axis))
             if self.sequence:
                 seeds += sequence_seeds(flow, batch_dims(program, flow, relations), program.mesh, axis)

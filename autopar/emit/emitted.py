@@ -9,11 +9,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from autopar.emit.engine import Engine, Users
+from autopar.emit.engine import Engine
 from autopar.emit.function import Argument, Outer, Site, function_of, outer_of, split_runs
 from autopar.emit.params import Place
+from autopar.emit.recompute import recomputed
 from autopar.emit.units import Call, Skeleton, Slot
-from autopar.ir.program import Output, Program
+from autopar.errors import AutoparError
+from autopar.ir.program import Output, Param, Program
+from autopar.ir.units import paths_of, users_of
 from autopar.runtime.random import Streams
 
 
@@ -65,22 +68,6 @@ class Emitted:
         self.call.function = function_of(graph, "outer", SimpleNamespace(**self.sites, **made))
 
 
-def users_of(program: Program) -> Users:
-    """Which unit reads each parameter: the path of the block's call, or "" for the outer function."""
-    users: dict[str, set[str]] = {}
-    for node in program.graph.nodes:
-        for source in node.all_input_nodes:
-            if "param" in source.meta and source.op == "placeholder":
-                path = str(node.meta.get("path", "")) if node.op == "call_module" else ""
-                users.setdefault(str(source.meta["param"]), set()).add(path)
-    return users
-
-
-def paths_of(program: Program) -> list[str]:
-    """The paths at which blocks are called."""
-    return list(dict.fromkeys(str(c.meta.get("path", "")) for c in program.calls()))
-
-
 def emit(
     program: Program,
     skeleton: Skeleton,
@@ -108,11 +95,17 @@ def emit(
         if name in own:
             return Slot(own, name)
         _, table, key = skeleton.tables[name]
-        needs = program.params[name].kind == "parameter" and engine.managed.get(name) != path
-        return Slot(table, key, data if needs else ())
+        unit = engine.managed.get(name)
+        needs = program.params[name].kind == "parameter" and unit not in (path, "")
+        if needs and unit is not None and engine.plan.ways > 1:
+            raise _moved(name, unit, path)
+        return Slot(table, key, data if needs else (), _lower(program.params[name], engine))
 
     outer = outer_of(program, owned)
-    blocks = {name: function_of(block.graph, _identifier(name)) for name, block in program.blocks.items()}
+    blocks = {
+        name: recomputed(function_of(block.graph, _identifier(name)), block.recompute)
+        for name, block in program.blocks.items()
+    }
     functions: dict[str, list[Call]] = {name: [] for name in blocks}
     sites: dict[str, Callable[..., Any]] = {}
     for i, site in enumerate(outer.sites):
@@ -122,6 +115,17 @@ def emit(
     function = function_of(outer.graph, "outer", SimpleNamespace(**sites))
     call = _bind(function, outer.arguments, partial(slot, ""), handles, "")
     return Emitted(call, program.outputs, functions, outer, sites)
+
+
+def _lower(param: Param, engine: Engine) -> torch.dtype | None:
+    """The dtype that a parameter is computed in, where it is not its own."""
+    cast = engine.plan.precision == "bf16" and param.kind == "parameter" and param.spec.dtype == torch.float32
+    return torch.bfloat16 if cast else None
+
+
+def _moved(name: str, unit: str, path: str) -> AutoparError:
+    why = f"{name}: {path or 'the outer function'} reads it in this call, but {unit} gathers it"
+    return AutoparError("zero-unit", why, "make the first call one of the same kind, or use zero=0")
 
 
 def on_device(graph: fx.Graph, device: torch.device) -> None:

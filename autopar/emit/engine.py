@@ -1,43 +1,57 @@
-"""Gradient sync over the data axes: composable ``replicate`` on every unit, told to sum.
+"""Gradient sync and ZeRO over the data axes: ``replicate`` or ``fully_shard`` on every unit, told to sum.
 
-``replicate`` reduces one bucket for each unit during the backward, on a stream of its own. What it cannot hold (0-d
-parameters, a second dtype in a unit, parameters used outside their unit, more than two model axes) is reduced where
-the parameter is read (``Slot.over``): as the backward of I to R, exact for any number of forwards and backwards.
+Each group of the program's engine is one parameter group of its unit: it is gathered before the unit runs and reduced in
+its backward, on a stream of its own. A unit may have several, one for each dtype, and the outer function's may hold
+parameters from anywhere in the tree. What no engine can hold (scalars, more than two model axes) is reduced where the
+parameter is read (``Slot.over``): as the backward of I to R, exact for any number of forwards and backwards.
 
-Seen in torch 2.13: ``fully_shard`` on a shard axis of size 1 labels the parameters ``_StridedShard``, and both leave
-the gathered copies in the module after a forward without backward, where ``zero_grad``, ``named_parameters`` and new
-optimizers would find them. So every forward ends with resharding; the backward gathers again, a local copy. A pass
-that raises leaves state and gradients that the next one would add to: they are cleared.
+Seen in torch 2.13: ``fully_shard`` labels parameters that tensor parallelism cuts along the same dim ``_StridedShard``,
+and both leave the gathered copies in the module after a forward without backward, where ``zero_grad``,
+``named_parameters`` and new optimizers would find them. So ``fully_shard`` wraps parameters on the meta device and is
+then handed ours, with our own placements; and every forward that no training step owns ends with resharding (at stage 0
+the backward gathers again a local copy). A pass that raises leaves state and gradients that the next one would add to:
+they are cleared.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardPlacement
 
-from autopar.emit.params import Place, on_mesh, placements_of, restore_class, shard_of
+from autopar.emit.params import Place, on_mesh, placements_of, restore_class, shard_of, spread_over
 from autopar.emit.units import Skeleton, Unit
-from autopar.ir.program import Param
-
-Users = Mapping[str, set[str]]  # parameter: paths of the units that read it, "" for the outer function
+from autopar.ir.layout import local_shape
+from autopar.ir.program import Engine as Plan
+from autopar.ir.program import Group, Param, Program
+from autopar.passes.base import Context
+from autopar.passes.zero import Zero
 
 
 @dataclass
 class Engine:
-    """The units that ``replicate`` wraps, and the parameters that each of them reduces."""
+    """The units that torch's engine wraps, and the parameters that each of them gathers and reduces."""
 
+    plan: Plan = field(default_factory=Plan)
     units: list[Unit] = field(default_factory=list)
     managed: dict[str, str] = field(default_factory=dict)  # parameter: path of its unit
+    sync: bool = True  # whether backwards reduce
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around a forward: clears what a failed backward left, then puts the registered parameters back."""
+    def forward(self, keep: bool = False) -> Iterator[None]:
+        """Around a forward: clears what a failed backward left, then puts the registered parameters back.
+
+        Args:
+            keep: leave them gathered as the stage says, for the backward that follows at once.
+        """
         if not self.units:
             yield
             return
@@ -47,15 +61,40 @@ class Engine:
         except BaseException:
             self._recover()
             raise
-        for unit in self.units:
-            unit.reshard()  # type: ignore[operator]
+        if not keep:
+            self._reshard()
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
-        """Around a backward: gradients are reduced in that of the last microbatch alone, and accumulate before."""
+        """Around the backward of a microbatch.
+
+        Gradients are reduced in the last one alone, in each from stage 2 on; parameters that stay gathered between
+        forward and backward stay so until the last one.
+        """
         for unit in self.units:
-            unit.set_requires_gradient_sync(last, recurse=False)  # type: ignore[operator]
-        yield
+            unit.set_requires_gradient_sync(self.sync and (last or self.plan.stage > 1), recurse=False)  # type: ignore[operator]
+            unit.set_reshard_after_backward(last or self.plan.stage in (0, 3), recurse=False)  # type: ignore[operator]
+        try:
+            yield
+        except BaseException:
+            if self.units:
+                self._recover()
+            raise
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate what the next one outside reduces."""
+        before = self.sync
+        self._set_sync(False)
+        try:
+            yield
+        finally:
+            self._set_sync(before)
+
+    def _set_sync(self, sync: bool) -> None:
+        self.sync = sync
+        for unit in self.units:
+            unit.set_requires_gradient_sync(sync, recurse=False)  # type: ignore[operator]
 
     def heal(self) -> None:
         """Clear what a backward that raised left behind."""
@@ -63,75 +102,166 @@ class Engine:
         if self.units and idle and self._root._state_ctx.post_backward_final_callback_queued:
             self._recover()
 
+    def forget(self) -> None:
+        """Drop gradients that backwards without sync have accumulated."""
+        for param in self._held():
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
+
     @property
     def _root(self) -> Any:
         return self.units[-1]._get_fsdp_state()  # type: ignore[operator]
+
+    def _held(self) -> Iterator[Any]:
+        for unit in self.units:
+            for group in unit._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
+                yield from group.fsdp_params
+
+    def _reshard(self) -> None:
+        for unit in self.units:
+            unit.reshard()  # type: ignore[operator]
 
     def _recover(self) -> None:
         """Drop the state and the partial gradients of a forward or backward that raised."""
         if self._root._is_root is None:
             return
         self.units[-1].reset_iter_state()  # type: ignore[operator]
-        groups = (g for s in self._root._state_ctx.all_states for g in s._fsdp_param_groups)
-        for param in (p for g in groups for p in g.fsdp_params):
-            param.unsharded_accumulated_grad = None
-            if hasattr(param, "_unsharded_param"):
-                param._unsharded_param.grad = None
+        self.forget()
 
 
-def start(skeleton: Skeleton, params: Mapping[str, Param], users: Users, place: Place) -> Engine:
-    """Attach ``replicate`` to the units; without data axes of several ranks there is nothing to do.
+def engine_of(program: Program) -> Plan:
+    """The program's engine; that of stage 0 where no pass chose one."""
+    plan = program.engine or Zero().rewrite(program.clone(), Context()).engine
+    assert plan is not None
+    return plan
 
-    Collective: groups are made. Registered parameters are exchanged for the engine's.
+
+def start(skeleton: Skeleton, params: Mapping[str, Param], plan: Plan, place: Place) -> Engine:
+    """Attach torch's engine to the units; without data axes of several ranks there is nothing to do.
+
+    Collective: groups are made. Registered parameters that data ranks do not share out are exchanged for the engine's.
     """
-    engine = Engine()
+    engine = Engine(plan)
     if not place.data_axes:
         return engine
-    engine.managed = _managed(skeleton, params, users, place)
-    kept = {id(skeleton.tables[n][1][skeleton.tables[n][2]]) for n in engine.managed}
-    ignored = {p for p in skeleton.root.parameters() if id(p) not in kept}
-    assert place.over is not None
-    mesh = place.over[place.data_axes]
-    mesh = mesh if mesh.ndim == 1 else mesh._flatten("_".join(place.data_axes))
-    for path in [p for p in skeleton.units if p in engine.managed.values()] + [""]:
+    attach = _Attach(skeleton, params, plan, place)
+    paths = dict.fromkeys((*(g.unit for g in plan.groups if g.unit), ""))
+    for path in paths:
         unit = skeleton.units.get(path, skeleton.root)
-        replicate(unit, mesh=mesh, ignored_params=ignored)
-        unit.set_gradient_divide_factor(1.0)  # type: ignore[operator]
-        unit.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
-        unit.hooked = True
+        attach.unit(unit, [g for g in plan.groups if g.unit == path])
         engine.units.append(unit)
-    whole = mesh if not place.model_axes else DeviceMesh._concatenate([mesh, place.submesh])
+    engine.managed = {n: g.unit for g in plan.groups for n in g.names}
+    if plan.prefetch:
+        _prefetch(engine.units, plan.prefetch)
     for name, param in params.items():
-        if param.kind == "parameter":
-            _spread(skeleton, param, place, whole, name in engine.managed)
+        if param.kind == "parameter" and param.chunk is None:
+            _spread(skeleton, param, place, attach.ways, name in engine.managed)
     return engine
 
 
-def _spread(skeleton: Skeleton, param: Param, place: Place, mesh: DeviceMesh, managed: bool) -> None:
+@dataclass
+class _Attach:
+    """Wraps units: ``fully_shard`` where data ranks share parameters out, else ``replicate``."""
+
+    skeleton: Skeleton
+    params: Mapping[str, Param]
+    plan: Plan
+    place: Place
+
+    @property
+    def ways(self) -> int | None:
+        """Data ranks that share out a parameter; None where they repeat them."""
+        return self.plan.ways if self.plan.ways > 1 else None
+
+    def unit(self, unit: Unit, groups: list[Group]) -> None:
+        """Wrap one unit and give it its groups."""
+        mesh, everything = self.place.data_mesh(self.ways), set(self.skeleton.root.parameters())
+        if self.ways is None:
+            replicate(unit, mesh=mesh, ignored_params=everything)
+        else:
+            fully_shard(unit, mesh=mesh, reshard_after_forward=self.plan.stage == 3, ignored_params=everything)
+        for group in groups:
+            self._group(unit, group)
+        unit.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+        unit.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+        unit.hooked = True
+
+    def _group(self, unit: Unit, group: Group) -> None:
+        """One parameter group. Chunked parameters are wrapped empty, and ours put in their place."""
+        mesh, ours = self.place.data_mesh(self.ways), {n: self._table(n) for n in group.names}
+        info: Any = DDPMeshInfo(mesh, replicate_mesh_dim=0)
+        if self.ways is not None:
+            kinds = {1: lambda: FSDPMeshInfo(mesh, 0), 2: lambda: HSDPMeshInfo(mesh, 1, 0)}
+            info = kinds[mesh.ndim]()
+        dims: dict[int, int] = {}
+        registered: list[nn.Parameter] = []
+        for name, table in ours.items():
+            chunk = self.params[name].chunk
+            given = self._hollow(self.params[name]) if chunk else table
+            registered.append(given)  # type: ignore[arg-type]
+            dims[id(given)] = chunk.dim if chunk else 0
+            self._set(name, given)
+        made = FSDPParamGroup(
+            registered, (unit,), info, info if self.ways is not None and not group.keeps else None, self.place.device,
+            (lambda p: ShardPlacement(dims[id(p)])) if self.ways is not None else None,
+            self._precision(group), self._offload(),
+        )  # fmt: skip
+        unit._get_fsdp_state()._fsdp_param_groups.append(made)  # type: ignore[operator]
+        for (name, old), held in zip(ours.items(), made.fsdp_params):
+            if self.params[name].chunk:
+                self._set(name, self._settled(old))
+                held.reset_sharded_param()
+
+    def _table(self, name: str) -> Tensor:
+        _, table, key = self.skeleton.tables[name]
+        found: Tensor = table[key]
+        return found
+
+    def _set(self, name: str, value: Tensor) -> None:
+        for alias in (name, *self.params[name].tied):
+            _, table, key = self.skeleton.tables[alias]
+            table[key] = value
+
+    def _hollow(self, param: Param) -> nn.Parameter:
+        """The rank's whole part without memory, as the engine expects it."""
+        assert param.layout is not None
+        shape = local_shape(param.spec.shape, param.layout, self.place.mesh, self.place.at)
+        empty = torch.empty(shape, dtype=param.spec.dtype, device="meta")
+        if not self.place.model_axes:
+            return nn.Parameter(empty, requires_grad=param.trainable)
+        whole = replace(param, chunk=None)
+        return on_mesh(empty, whole, self.place.submesh, placements_of(whole, self.place))  # type: ignore[return-value]
+
+    def _settled(self, old: Tensor) -> Tensor:
+        """Our parameter, in host memory where that is asked for."""
+        if self.plan.offload == "cpu" and isinstance(old, DTensor) and not old._local_tensor.is_meta:
+            old._local_tensor = old._local_tensor.cpu()
+        return old
+
+    def _precision(self, group: Group) -> MixedPrecisionPolicy:
+        if self.plan.precision == "fp32" or group.dtype != torch.float32:
+            return MixedPrecisionPolicy(cast_forward_inputs=False)
+        return MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+
+    def _offload(self) -> OffloadPolicy:
+        cpu = self.plan.offload == "cpu" and self.ways is not None
+        return CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()) if cpu else OffloadPolicy()
+
+
+def _prefetch(units: list[Unit], depth: int) -> None:
+    """Let each unit gather the ``depth`` ones that come after it, and in the backward the ones before it."""
+    order = units[:-1]
+    for i, unit in enumerate(order):
+        unit.set_modules_to_forward_prefetch(order[i + 1 : i + 1 + depth])  # type: ignore[operator]
+        unit.set_modules_to_backward_prefetch(order[max(0, i - depth) : i][::-1])  # type: ignore[operator]
+
+
+def _spread(skeleton: Skeleton, param: Param, place: Place, ways: int | None, managed: bool) -> None:
     """Put a parameter on the mesh that the engine puts its own on: list ops and norms refuse to mix meshes."""
     tables = [skeleton.tables[n][1:] for n in (param.name, *param.tied)]
     old = tables[0][0][tables[0][1]]
-    new = old if managed else on_mesh(shard_of(old), param, mesh, (Replicate(), *placements_of(param, place)))
+    new = old if managed else on_mesh(shard_of(old), param, *spread_over(param, place, ways))
     restore_class(new, param, place)
     for table, key in tables:
         table[key] = new
-
-
-def _managed(skeleton: Skeleton, params: Mapping[str, Param], users: Users, place: Place) -> dict[str, str]:
-    """The unit that can reduce each parameter: all its readers are that unit, and all its names lie where it looks."""
-    found: dict[str, str] = {}
-    for name, param in params.items():
-        readers = users.get(name, set())
-        homes = {_home(n, skeleton.units) for n in (name, *param.tied)}
-        simple = param.kind == "parameter" and param.spec.is_float and param.spec.shape and len(place.model_axes) <= 2
-        if simple and readers and readers == homes and len(homes) == 1:
-            found[name] = homes.pop()
-    dtypes = {path: Counter(params[n].spec.dtype for n, p in found.items() if p == path) for path in found.values()}
-    return {n: p for n, p in found.items() if params[n].spec.dtype == dtypes[p].most_common(1)[0][0]}
-
-
-def _home(name: str, units: Mapping[str, Unit]) -> str:
-    """The innermost unit under whose path the name lies."""
-    parts = name.split(".")[:-1]
-    prefixes = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
-    return next((p for p in prefixes if p in units), "")

@@ -1,23 +1,29 @@
 """The module that parallelize returns: the model's names, this rank's shards, one function for each kind of layer."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.emit.emitted import Emitted, Variant, emit, paths_of, users_of
-from autopar.emit.engine import start
+from autopar.checkpoint.live import Live
+from autopar.checkpoint.methods import Checkpoints
+from autopar.checkpoint.safetensors import config_of
+from autopar.emit.emitted import Emitted, Variant, emit
+from autopar.emit.engine import engine_of, start
 from autopar.emit.norms import clip_gradients
 from autopar.emit.params import Place, gather_of, shard_of
 from autopar.emit.source import body_of, source
 from autopar.emit.state import load
-from autopar.emit.steps import Moving, loss_of, parts
+from autopar.emit.steps import Moving, loss_of, parts, widened
 from autopar.emit.units import skeleton
+from autopar.errors import AutoparError
 from autopar.ir.mesh import TIME
 from autopar.ir.printer import print_program
 from autopar.ir.program import Param, Program
+from autopar.ir.units import paths_of
 from autopar.runtime.collectives import all_reduce_invariant
 from autopar.runtime.random import Streams
 
@@ -31,7 +37,7 @@ class Compiler(Protocol):
         """The variant for a call of the model with ``args`` and ``kwargs``."""
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(Checkpoints, nn.Module):
     """A model on a mesh: equal to the unsharded model on the global batch.
 
     Called as the model is, with this data rank's rows; returns the model's own output structure.
@@ -60,7 +66,7 @@ class ParallelModule(nn.Module):
         root = self._skeleton.root
         self.__dict__.update(_modules=root._modules, _parameters=root._parameters, _buffers=root._buffers)
         self.__dict__.update(_non_persistent_buffers_set=root._non_persistent_buffers_set)
-        self._engine = start(self._skeleton, program.params, users_of(program), place)
+        self._engine = start(self._skeleton, program.params, engine_of(program), place)
         self._emitted: dict[int, tuple[Variant, Emitted]] = {}
         self._options: dict[str, Any] | None = None
 
@@ -84,12 +90,13 @@ class ParallelModule(nn.Module):
             total: Tensor | None = None
             for inputs in parts(variant.program, tensors, self._prologue(variant), self._moving(variant)):
                 last = self._moving(variant).coordinate == variant.program.mesh.microbatches - 1
-                with self._engine.forward():
+                with self._engine.forward(keep=True):
                     values = self._skeleton.root(emitted.call, *inputs)
-                loss = loss_of(emitted.outputs, values)
+                    loss = loss_of(emitted.outputs, values)
                 with self._engine.backward(last):
                     loss.backward()
-                total = loss.detach().clone() if total is None else total + loss.detach()
+                term = widened(loss.detach())
+                total = term if total is None else total + term
         self._update_buffers(emitted, values)
         assert total is not None
         for name in self._place.data_axes:
@@ -105,7 +112,11 @@ class ParallelModule(nn.Module):
         emitted = self._emit(variant)
         if isinstance(streams := self._handles.get("rng"), Streams):
             streams.advance()
-        return variant, emitted, variant.structure.flatten(args, kwargs)
+        tensors = variant.structure.flatten(args, kwargs)
+        if self._engine.plan.precision == "fp32":
+            return variant, emitted, tensors
+        inputs = variant.program.inputs
+        return variant, emitted, [t.to(i.spec.dtype) if t.is_floating_point() else t for t, i in zip(tensors, inputs)]
 
     def _moving(self, variant: Variant) -> Moving:
         """The handle of the microbatch that runs."""
@@ -167,6 +178,18 @@ class ParallelModule(nn.Module):
         self._engine.heal()
         return super().named_parameters(*args, **kwargs)
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside add up this data rank's own gradients; the next one outside reduces their sum.
+
+        ``.grad`` changes in that one only. As DDP's, but for parameters that no engine holds, which are always reduced.
+        """
+        return self._engine.no_sync()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As any module's; also drops what backwards under ``no_sync`` left to be reduced."""
+        self._engine.forget()
+        super().zero_grad(set_to_none)
+
     def full_parameters(self) -> dict[str, Tensor]:
         """Every parameter, whole, by first original name. Collective."""
         return {n: gather_of(p, self._params[n], self._place) for n, p in self._trainable()}
@@ -207,6 +230,14 @@ class ParallelModule(nn.Module):
         """
         return load(self._skeleton, self._params, self._place, state_dict, strict)
 
+    def _live(self) -> Live:
+        self._engine.heal()
+        agree = getattr(self._compiler, "agree", None)
+        return Live.of(self._params, self._skeleton.tables, self._place, self._handles.get("rng"), agree)
+
+    def _config(self) -> dict[str, Any] | None:
+        return config_of(getattr(self._compiler, "model", None))
+
     def compile(self, **options: Any) -> None:
         """Run every kind of block, and what lies between them, through ``torch.compile``, each once.
 
@@ -219,7 +250,7 @@ class ParallelModule(nn.Module):
 
     @property
     def streams(self) -> Streams:
-        """The random state of dropout, equal on all ranks: ``state_dict()`` to save it, ``load_state_dict`` to go on."""
+        """The random state of dropout, equal on all ranks: ``state_dict()`` saves it, ``load_state_dict`` goes on."""
         streams: Streams = self._handles["rng"]
         return streams
 
@@ -232,13 +263,23 @@ class ParallelModule(nn.Module):
 
         It has the functions of the last variant that computes a loss, and cuts its weights from a state dict.
         """
-        programs = [v.program for v, _ in self._emitted.values() if any(o.kind == "loss" for o in v.program.outputs)]
-        program = programs[-1] if programs else self._program
+        losses = [v for v, _ in self._emitted.values() if any(o.kind == "loss" for o in v.program.outputs)]
+        program = losses[-1].program if losses else self._program
         bodies = [body_of(program)]
         if self._place.mesh.world > 1:
             bodies *= self._place.mesh.world
             dist.all_gather_object(bodies, body_of(program))
-        return source(self._place.mesh, program, bodies)
+        values = dict(self._unsaved(program, getattr(losses[-1], "constants", None) if losses else None))
+        return source(self._place.mesh, program, bodies, values)
+
+    def _unsaved(self, program: Program, constants: Mapping[str, Tensor] | None) -> Iterator[tuple[str, Tensor]]:
+        """What no state dict has, whole: constants, and buffers that are not persistent."""
+        for name, param in program.params.items():
+            if param.kind == "constant" and name in (constants or {}):
+                yield name, (constants or {})[name]
+            elif param.kind != "parameter" and not (param.kind == "buffer" and param.persistent):
+                _, table, key = self._skeleton.tables[name]
+                yield name, gather_of(table[key], param, self._place)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "ParallelModule":
         """Accepts moves and casts that change nothing. Raises AutoparError ``fixed-module``."""

@@ -25,7 +25,7 @@ def clip_gradients(
         raise RuntimeError(f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped.")
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for _, grad in grads:
-        grad.mul_(scale.to(grad.dtype))
+        grad.mul_(scale.to(grad))
     return total
 
 
@@ -40,8 +40,9 @@ def total_norm(grads: Iterable[Pair], place: Place, order: float) -> Tensor:
     groups: dict[tuple[str, ...], list[Tensor]] = {}
     for param, grad in grads:
         grad = grad.detach() if grad.numel() else grad.new_zeros(1)
-        part = torch.linalg.vector_norm(grad, order, dtype=dtype)
-        groups.setdefault(held_of(param, place.mesh).shards, []).append(part if infinite else part**order)
+        held = held_of(param, place.mesh)
+        part = torch.linalg.vector_norm(grad, order, dtype=dtype).to(place.device)
+        groups.setdefault(held.shards, []).append(part if infinite else part**order / held.copies)
     total = torch.zeros((), dtype=dtype, device=place.device)
     for over in sorted(groups):
         part = torch.stack(groups[over]).max() if infinite else torch.stack(groups[over]).sum()

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +14,10 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from autopar.emit.initial import materialise
-from autopar.emit.rows import Box, Held, boxes, cut, gather, rows
+from autopar.emit.rows import Box, Held, boxes, cut, data_index, gather, rows
 from autopar.emit.segmented import keep_class, segmented
 from autopar.errors import AutoparError
-from autopar.ir.layout import Shard, chunk_sizes, local_shape
+from autopar.ir.layout import Shard, chunk_sizes
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Param
 from autopar.runtime.axis import Axis, axes_of, device_mesh_of
@@ -32,6 +33,7 @@ class Place:
     axes: Mapping[str, Axis]
     over: DeviceMesh | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    _made: dict[Any, DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
     def of(mesh: Mesh, over: DeviceMesh | str) -> "Place":
@@ -71,11 +73,37 @@ class Place:
         assert self.over is not None
         return self.over[self.model_axes]
 
+    def data_mesh(self, ways: int | None = None) -> DeviceMesh:
+        """The data axes as one dim, or as copies and shards where fewer than all ranks share out a parameter.
+
+        Args:
+            ways: data ranks that share out a parameter; None where none do.
+        """
+        if ways not in self._made:
+            assert self.over is not None
+            mesh = self.over[self.data_axes]
+            flat = mesh if mesh.ndim == 1 else mesh._flatten("_".join(self.data_axes))
+            if ways is not None and ways < flat.size():
+                assert flat.mesh_dim_names is not None
+                name = flat.mesh_dim_names[0]
+                parts = (f"{name}_copies", f"{name}_shards")
+                flat = flat._unflatten(name, (flat.size() // ways, ways), parts)
+            self._made[ways] = flat
+        return self._made[ways]
+
+    def whole_mesh(self, ways: int | None = None) -> DeviceMesh:
+        """``data_mesh`` followed by the model axes."""
+        key = ("whole", ways)
+        if key not in self._made:
+            data = self.data_mesh(ways)
+            self._made[key] = DeviceMesh._concatenate([data, self.submesh]) if self.model_axes else data
+        return self._made[key]
+
 
 def held_of(param: Param, mesh: Mesh) -> Held:
     """How the parameter is spread; it must have a layout."""
     assert param.layout is not None, param.name
-    return Held(param.spec.shape, param.layout, mesh)
+    return Held(param.spec.shape, param.layout, mesh, param.chunk)
 
 
 def local_of(whole: Tensor, param: Param, mesh: Mesh, at: Mapping[str, int]) -> Tensor:
@@ -92,11 +120,21 @@ def placements_of(param: Param, place: Place) -> tuple[Placement, ...]:
     return tuple(ShardPlacement(t.dim) if isinstance(t, Shard) else Replicate() for t in types)
 
 
+def spread_over(param: Param, place: Place, ways: int | None = None) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Mesh and placements of a parameter over the data and the model axes; ``ways`` as in ``Place.data_mesh``."""
+    mesh, own = place.whole_mesh(ways), placements_of(param, place)
+    data: list[Placement] = [Replicate()] * (mesh.ndim - len(own))
+    if param.chunk is not None:
+        data[-1] = ShardPlacement(param.chunk.dim)
+    return mesh, (*data, *own)
+
+
 @lru_cache(maxsize=4096)
 def is_plain(held: Held, axes: tuple[str, ...]) -> bool:
     """Whether DTensor's own placements over ``axes`` say which rows each rank holds, on every rank."""
     home = dict.fromkeys(held.mesh.names, 0)
-    return all(boxes(held, home | at) == _placed(held, axes, at) for at in _points(held.mesh, axes))
+    points = _points(held.mesh, (*axes, *(held.mesh.data_axes if held.chunk else ())))
+    return all(boxes(held, home | at) == _placed(held, axes, home | at) for at in points)
 
 
 def _points(mesh: Mesh, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
@@ -110,12 +148,13 @@ def _points(mesh: Mesh, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
 def _placed(held: Held, axes: tuple[str, ...], at: Mapping[str, int]) -> tuple[Box, ...]:
     """The box that DTensor expects: each axis in turn cuts as ``torch.chunk``."""
     start, sizes = [0] * len(held.shape), list(held.shape)
-    for axis in axes:
-        kind = held.layout.get(axis)
-        if isinstance(kind, Shard):
-            shares = chunk_sizes(sizes[kind.dim], held.mesh.size(axis))
-            start[kind.dim] += sum(shares[: at[axis]])
-            sizes[kind.dim] = shares[at[axis]]
+    cuts = [(held.chunk.dim, held.chunk.ways, data_index(held.mesh, at) % held.chunk.ways)] if held.chunk else []
+    kinds = ((held.layout.get(a), a) for a in axes)
+    cuts += [(kind.dim, held.mesh.size(a), at[a]) for kind, a in kinds if isinstance(kind, Shard)]
+    for dim, ways, mine in cuts:
+        shares = chunk_sizes(sizes[dim], ways)
+        start[dim] += sum(shares[:mine])
+        sizes[dim] = shares[mine]
     return (Box(tuple(start), tuple(sizes), (0,) * len(start)),) if 0 not in sizes else ()
 
 
@@ -123,11 +162,17 @@ def wrap(local: Tensor, param: Param, place: Place) -> Tensor:
     """The rank's part as what the module registers: an nn.Parameter, or a buffer.
 
     A parameter is a DTensor on the model axes, of class SegmentedDTensor where placements cannot say its rows; so is
-    a sharded buffer. Without model axes, and for other buffers, it is a plain tensor.
+    a sharded buffer. Without model axes, and for other buffers, it is a plain tensor. A parameter that data ranks
+    share out is a DTensor on the data and the model axes.
     """
     held = held_of(param, place.mesh)
-    assert not any(place.mesh.is_data(a) for a in held.shards), (param.name, "is sharded over a data axis")
+    spread = {a for a, _ in held.layout.shards()}
+    assert not any(place.mesh.is_data(a) and place.mesh.size(a) > 1 for a in spread), (param.name, "lies on a data axis")
     is_parameter = param.kind == "parameter"
+    if param.chunk is not None:
+        out = on_mesh(local, param, *spread_over(param, place, param.chunk.ways))
+        restore_class(out, param, place)
+        return out
     if not place.model_axes or not (is_parameter or held.shards):
         return nn.Parameter(local, requires_grad=param.trainable) if is_parameter else local
     out = on_mesh(local, param, place.submesh, placements_of(param, place))
@@ -190,7 +235,7 @@ def initialise(
     local: dict[str, Tensor] = {}
     if target.type == "meta":
         for name, param in params.items():
-            shape = local_shape(param.spec.shape, held_of(param, place.mesh).layout, place.mesh, place.at)
+            shape = held_of(param, place.mesh).local_shape(place.at)
             local[name] = torch.empty(shape, dtype=param.spec.dtype, device="meta")
     else:
         for name, whole in _wholes(model, params, table, seed):

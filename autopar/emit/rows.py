@@ -1,7 +1,7 @@
 """Which part of a whole tensor each rank holds: the runs of every dim, cutting them out and putting them back."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autopar.ir.layout import Layout, Shard
+from autopar.ir.layout import Layout, Shard, chunk_sizes
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import Spec
+from autopar.ir.program import Chunk, Spec
 from autopar.runtime._functional import gathered
 from autopar.runtime.axis import Axis
 
@@ -42,16 +42,57 @@ class Held:
         shape: of the whole tensor.
         layout: its type on each axis.
         mesh: with the sub-axes that the layout names.
+        chunk: how data ranks share out what the layout gives to a rank; None where they repeat it.
     """
 
     shape: tuple[int, ...]
     layout: Layout
     mesh: Mesh
+    chunk: Chunk | None = None
 
     @property
     def shards(self) -> tuple[str, ...]:
         """The axes that shard the tensor and have more than one rank, in mesh order."""
-        return tuple(a for a, _ in self.layout.shards() if self.mesh.size(a) > 1)
+        over = {a for a, _ in self.layout.shards()} | set(self.mesh.data_axes if self.chunk else ())
+        return tuple(a for a in self.mesh.names if a in over and self.mesh.size(a) > 1)
+
+    @property
+    def copies(self) -> int:
+        """How many ranks along ``shards`` hold the same part."""
+        return self.mesh.data_size // self.chunk.ways if self.chunk else 1
+
+    def rows(self, at: Mapping[str, int]) -> tuple[tuple[Run, ...], ...]:
+        """For each dim, the runs that the rank at ``at`` holds, in the order of its local tensor."""
+        found = rows(self.layout, Spec(self.shape, torch.float32), self.mesh, at)
+        if self.chunk is None:
+            return found
+        dim, ways = self.chunk.dim, self.chunk.ways
+        shares = chunk_sizes(sum(n for _, n in found[dim]), ways)
+        mine = data_index(self.mesh, at) % ways
+        kept = tuple(_clipped(found[dim], sum(shares[:mine]), shares[mine]))
+        return (*found[:dim], kept, *found[dim + 1 :])
+
+    def local_shape(self, at: Mapping[str, int]) -> tuple[int, ...]:
+        """Shape of the tensor that the rank at ``at`` holds."""
+        return tuple(sum(n for _, n in runs) for runs in self.rows(at))
+
+
+def data_index(mesh: Mesh, at: Mapping[str, int]) -> int:
+    """The rank's place over the data axes, row-major in mesh order."""
+    index = 0
+    for axis in mesh.data_axes:
+        index = index * mesh.size(axis) + at[axis]
+    return index
+
+
+def _clipped(runs: Iterable[Run], start: int, length: int) -> Iterator[Run]:
+    """What of the runs, put one after another, lies in ``length`` indices from ``start``."""
+    offset = 0
+    for first, size in runs:
+        low, high = max(start, offset), min(start + length, offset + size)
+        if high > low:
+            yield first + low - offset, high - low
+        offset += size
 
 
 def rows(layout: Layout, spec: Spec, mesh: Mesh, at: Mapping[str, int]) -> tuple[tuple[Run, ...], ...]:
@@ -81,8 +122,7 @@ def _runs(length: int, shards: tuple[tuple[Shard, int, int], ...]) -> tuple[Run,
 
 def boxes(held: Held, at: Mapping[str, int]) -> tuple[Box, ...]:
     """The contiguous parts that the rank at ``at`` holds."""
-    runs = rows(held.layout, Spec(held.shape, torch.float32), held.mesh, at)
-    placed = [list(zip(r, accumulate((n for _, n in r), initial=0))) for r in runs]
+    placed = [list(zip(r, accumulate((n for _, n in r), initial=0))) for r in held.rows(at)]
     return tuple(
         Box(tuple(r[0] for r, _ in point), tuple(r[1] for r, _ in point), tuple(o for _, o in point))
         for point in product(*placed)
@@ -92,7 +132,7 @@ def boxes(held: Held, at: Mapping[str, int]) -> tuple[Box, ...]:
 def cut(whole: Tensor, held: Held, at: Mapping[str, int]) -> Tensor:
     """The rank's part of ``whole``, as a contiguous copy that shares no memory with it."""
     local = whole.detach()
-    for dim, runs in enumerate(rows(held.layout, Spec(held.shape, whole.dtype), held.mesh, at)):
+    for dim, runs in enumerate(held.rows(at)):
         parts = [local.narrow(dim, start, size) for start, size in runs]
         local = parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else local.narrow(dim, 0, 0)
     return local.clone(memory_format=torch.contiguous_format)

@@ -1,10 +1,13 @@
 """The emitted module as the text of a Python file that runs by itself under torchrun."""
 
+import base64
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autopar.emit.function import Argument, Outer, code_of, outer_of, placeholders
 from autopar.ir.mesh import Mesh
@@ -44,7 +47,8 @@ class Model(nn.Module):
         generator = torch.Generator().manual_seed(0)
         for name, (shape, dtype, trainable, ties) in TENSORS.items():
             given = [n for n in (name, *ties) if n in state]
-            whole = state[given[0]].to(dtype) if given else made_up(shape, dtype, generator)
+            whole = state[given[0]].to(dtype) if given else VALUES.get(name)
+            whole = made_up(shape, dtype, generator) if whole is None else whole
             local = part(whole, name, axes)
             self.table[name] = local if trainable is None else nn.Parameter(local, requires_grad=trainable)
             for alias in (name, *ties):
@@ -128,15 +132,22 @@ def body_of(program: Program) -> tuple[str, dict[str, str], list[str]]:
     return "\n\n".join(texts), imports, [_input(program, i) for i in range(len(program.inputs))]
 
 
-def source(mesh: Mesh, program: Program, bodies: Sequence[tuple[str, dict[str, str], list[str]]]) -> str:
+def source(
+    mesh: Mesh,
+    program: Program,
+    bodies: Sequence[tuple[str, dict[str, str], list[str]]],
+    values: Mapping[str, Tensor] | None = None,
+) -> str:
     """The file's text. Ranks whose functions are equal share them.
 
     Args:
         program: any rank's.
         bodies: of every rank, in order (``body_of``).
+        values: whole tensors that no state dict has, by name: buffers that are not saved, constants.
     """
+    values = values or {}
     kinds = list(dict.fromkeys(text for text, _, _ in bodies))
-    imports = sorted({line for _, lines, _ in bodies for line in lines} | set(_ALWAYS))
+    imports = sorted({line for _, lines, _ in bodies for line in lines} | {*_ALWAYS, *(_UNPACK if values else ())})
     lines = [HEADER.format(mesh=mesh, world=mesh.world), "\n".join(_ordered(imports)), ""]
     losses = [i for i, o in enumerate(program.outputs) if o.kind == "loss" or o.name == "loss"]
     lines += [
@@ -148,6 +159,10 @@ def source(mesh: Mesh, program: Program, bodies: Sequence[tuple[str, dict[str, s
         "# name: whole shape, dtype, whether it is trained (None: no parameter), further names",
         "TENSORS = {",
         *(f"    {name!r}: {_tensor(p)}," for name, p in program.params.items()),
+        "}",
+        "# name: what no state dict has",
+        "VALUES = {",
+        *(f"    {name!r}: {_packed(t)}," for name, t in values.items()),
         "}",
         "# name: dim: (axis, (length, count, inner, shares of each coordinate) of each segment)",
         "CUTS = {",
@@ -162,6 +177,7 @@ def source(mesh: Mesh, program: Program, bodies: Sequence[tuple[str, dict[str, s
     return "\n".join(lines) + TAIL
 
 
+_UNPACK = ("import base64", "import zlib")
 _ALWAYS = (
     "import sys",
     "import torch",
@@ -225,6 +241,15 @@ def _input(program: Program, i: int) -> str:
 def _tensor(p: Param) -> str:
     trainable = p.trainable if p.kind == "parameter" else None
     return f"({tuple(p.spec.shape)!r}, {p.spec.dtype}, {trainable}, {p.tied!r})"
+
+
+def _packed(t: Tensor) -> str:
+    raw = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    shape, text = tuple(t.shape), base64.b64encode(zlib.compress(raw)).decode()
+    if not raw:
+        return f"torch.empty({shape!r}, dtype={t.dtype})"
+    unpacked = f"zlib.decompress(base64.b64decode({text!r}))"
+    return f"torch.frombuffer(bytearray({unpacked}), dtype={t.dtype}).reshape({shape!r})"
 
 
 def _cuts(p: Param, mesh: Mesh) -> dict[int, list[Any]]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError
@@ -29,6 +30,11 @@ def loss_of(outputs: tuple[Output, ...], values: list[Tensor]) -> Tensor:
     if not loss.requires_grad:
         raise AutoparError("no-gradient", "the loss depends on no trainable parameter", "unfreeze a parameter")
     return loss
+
+
+def widened(loss: Tensor) -> Tensor:
+    """A copy to add up: half precision becomes float32."""
+    return loss.to(torch.float32 if loss.dtype in (torch.float16, torch.bfloat16) else loss.dtype, copy=True)
 
 
 def parts(

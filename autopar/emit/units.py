@@ -41,11 +41,13 @@ class Slot:
         table: a module's own dict of parameters or buffers, in which engines exchange tensors.
         key: its name there.
         over: the axes over which its gradient is summed here, because no engine does it for this use.
+        dtype: what it is cast to; None for its own.
     """
 
     table: Mapping[str, Tensor | None]
     key: str
     over: tuple[Axis, ...] = ()
+    dtype: torch.dtype | None = None
 
 
 class Call:
@@ -140,7 +142,7 @@ def locals_of(slots: tuple[Slot, ...]) -> list[Any]:
         parts = _Local.apply(tuple(slots[i].over for i in wanted), *[out[i] for i in wanted])
         for i, part in zip(wanted, parts):
             out[i] = part
-    return out
+    return [x if s.dtype in (None, x.dtype) else x.to(s.dtype) for x, s in zip(out, slots)]
 
 
 @dataclass

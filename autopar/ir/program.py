@@ -58,10 +58,67 @@ class Spec:
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """How data ranks share out a rank's part of a parameter: dim ``dim`` in ``ways`` chunks, as ``torch.chunk`` cuts.
+
+    The chunk of a data rank is its row-major place over the data axes, modulo ``ways``.
+    """
+
+    dim: int
+    ways: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that an engine gathers and reduces together, around the calls of one unit.
+
+    Args:
+        unit: path of the call of a block, or "" for the outer function.
+        dtype: of all its parameters.
+        names: of its parameters.
+        elements: of this rank's parts, before data ranks share them out; the trainable ones among them.
+        keeps: whether gathered parameters stay from the forward to the backward.
+    """
+
+    unit: str
+    dtype: torch.dtype
+    names: tuple[str, ...]
+    elements: int
+    trainable: int
+    keeps: bool
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How the data axes hold parameters and reduce gradients.
+
+    Args:
+        stage: ZeRO stage; 0 keeps a rank's parts whole.
+        axes: the data axes with several ranks.
+        ways: data ranks that share out a part; the others repeat it.
+        copies: how often a part is repeated.
+        precision: "fp32", or "bf16": computed from copies of fp32 parameters, gradients reduced in fp32.
+        offload: "none" or "cpu".
+        prefetch: units that are gathered ahead; 0 leaves it to the engine.
+        groups: in order of the units' calls, those of the outer function last.
+    """
+
+    stage: int = 0
+    axes: tuple[str, ...] = ()
+    ways: int = 1
+    copies: int = 1
+    precision: str = "fp32"
+    offload: str = "none"
+    prefetch: int = 0
+    groups: tuple[Group, ...] = ()
+
+
+@dataclass(frozen=True)
 class Param:
     """A parameter, buffer or constant of the model, by its first original name.
 
-    ``tied`` are its further names. ``layout`` is None until the passes choose one.
+    ``tied`` are its further names. ``layout`` is None until the passes choose one. ``chunk`` is None where data ranks
+    repeat the parameter.
     """
 
     name: str
@@ -71,6 +128,7 @@ class Param:
     persistent: bool = True
     tied: tuple[str, ...] = ()
     layout: Layout | None = None
+    chunk: Chunk | None = None  # from STAGED on
 
 
 @dataclass(frozen=True)
@@ -104,6 +162,7 @@ class Block:
 
     name: str
     graph: fx.Graph
+    recompute: str = "none"  # what its backward computes again: "none", "selective" or "full"
 
 
 @dataclass
@@ -124,13 +183,14 @@ class Program:
     form: Form = Form.TRACED
     notes: tuple[str, ...] = ()
     at: dict[str, int] = field(default_factory=dict)  # coordinates, where LOCAL sizes depend on them
+    engine: Engine | None = None  # from STAGED on
 
     def clone(self) -> "Program":
         """A copy whose graphs can be edited; specs and layouts are shared, being immutable."""
         return replace(
             self,
             graph=copy_graph(self.graph),
-            blocks={n: Block(b.name, copy_graph(b.graph)) for n, b in self.blocks.items()},
+            blocks={n: Block(b.name, copy_graph(b.graph), b.recompute) for n, b in self.blocks.items()},
             params=dict(self.params),
             at=dict(self.at),
         )

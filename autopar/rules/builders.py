@@ -283,7 +283,7 @@ def convolution(node: fx.Node) -> Labels:
     return Labels(tuple(dims), ((*batch, "o", *outs),), frozenset(blocked), frozenset({2}), tuple(map(frozenset, sets)))
 
 
-def embedding(node: fx.Node) -> Labels:
+def embedding(node: fx.Node) -> Relation:
     """Rows of a table; where gradients are scaled by how often a row is read, lookups must not be sharded."""
     text = "!v h, !t.. -> t.. h" if arguments(node)["scale_grad_by_freq"] else "v h, t.. -> t.. h"
     return rule(text, {0})(node)

@@ -137,19 +137,22 @@ def _add_ops(flow: Flow, graph: fx.Graph, name: str, weight: int) -> None:
 
 def _groups(flow: Flow) -> Iterator[Group]:
     """Reader groups, equal ones of the outer graph counted together."""
+    heads = {name: placeholders(block.graph) for name, block in flow.program.blocks.items()}
     for name, graph in flow.program.graphs():
         weight = max(1, len(flow.program.calls_of(name))) if name else 1
         found: dict[tuple[int, tuple[Read, ...], tuple[int, ...]], int] = {}
-        for key, reads in _readers(flow, graph, name).items():
+        for key, reads in _readers(flow, graph, name, heads).items():
             ops = tuple(r for r in reads if r.kind != "argument")
-            args = tuple(dict.fromkeys(flow.at[_argument(flow, r), 0] for r in reads if r.kind == "argument"))
+            bound = (heads[str(r.node.target)][r.port] for r in reads if r.kind == "argument")
+            args = tuple(dict.fromkeys(flow.at[head, 0] for head in bound))
             group = (flow.at[key], ops, args)
             found[group] = found.get(group, 0) + weight
         for (value, ops, args), times in found.items():
             yield Group(value, ops, times, args)
 
 
-def _readers(flow: Flow, graph: fx.Graph, name: str) -> dict[Key, list[Read]]:
+def _readers(flow: Flow, graph: fx.Graph, name: str, heads: dict[str, list[fx.Node]]) -> dict[Key, list[Read]]:
+    """What reads each value of the graph. ``heads``: placeholders of each block."""
     readers: dict[Key, list[Read]] = {}
     for node in graph.nodes:
         if is_op(node):
@@ -157,15 +160,10 @@ def _readers(flow: Flow, graph: fx.Graph, name: str) -> dict[Key, list[Read]]:
                 readers.setdefault(origin(a), []).append(Read("op", node, port))
         elif node.op == "call_module":
             for port, a in enumerate(node.args):
-                if not flow.values[flow.of(a)].role == "param" or "param" not in _argument(flow, Read("", node, port)).meta:
+                if flow.values[flow.of(a)].role != "param" or "param" not in heads[str(node.target)][port].meta:
                     readers.setdefault(origin(a), []).append(Read("argument", node, port))
         elif node.op == "output" and not name:
             for port, a in enumerate(node.args[0]):
                 if isinstance(a, fx.Node):
                     readers.setdefault(origin(a), []).append(Read("output", node, port))
     return readers
-
-
-def _argument(flow: Flow, read: Read) -> fx.Node:
-    """The block's placeholder that a call's argument binds."""
-    return placeholders(flow.program.blocks[str(read.node.target)].graph)[read.port]

@@ -26,7 +26,7 @@ from autopar.solve.flow import Flow, Group, Read
 
 Expression = dict[int, float]
 NODE_LIMIT = 20_000
-TIE = 1e-7
+TIE = 1e-5
 
 
 @dataclass

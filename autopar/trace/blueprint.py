@@ -9,8 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
-def blueprint(model: nn.Module) -> nn.Module:
+def blueprint(model: nn.Module, lower: torch.dtype | None = None) -> nn.Module:
     """The model with fake parameters and buffers: shapes, dtypes and devices, no storage. Meta becomes the CPU.
+
+    Args:
+        lower: dtype that parameters in float32 get instead; buffers keep theirs.
 
     Unlike on the meta device, code that makes tensors on the default device, or constants, traces as it would for real.
     """
@@ -18,15 +21,16 @@ def blueprint(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     with mode:
         for p in model.parameters():
-            memo[id(p)] = nn.Parameter(_like(p), requires_grad=p.requires_grad)
+            dtype = lower if lower is not None and p.dtype == torch.float32 else p.dtype
+            memo[id(p)] = nn.Parameter(_like(p, dtype), requires_grad=p.requires_grad)
         for b in model.buffers():
-            memo[id(b)] = _like(b)
+            memo[id(b)] = _like(b, b.dtype)
     return deepcopy(model, memo)
 
 
-def _like(x: torch.Tensor) -> torch.Tensor:
+def _like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     device = torch.device("cpu") if x.is_meta else x.device
-    return torch.empty(x.shape, dtype=x.dtype, device=device)
+    return torch.empty(x.shape, dtype=dtype, device=device)
 
 
 def mode_of(model: nn.Module) -> FakeTensorMode | None:

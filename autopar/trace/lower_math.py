@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopar.errors import AutoparError
 from autopar.trace.affine import truth
 from autopar.trace.builder import Builder, aten, broadcast, dims_of, dtype, lowering, positive, shape
 
@@ -291,6 +292,23 @@ def _batch_norm_fixed(
 @lowering(aten.native_batch_norm.default)
 def _native_batch_norm(b: Builder, x: fx.Node, w: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:
     return batch_norm(b, x, w, bias, mean, var, *rest), None, None
+
+
+@lowering(aten.instance_norm.default)
+def _instance_norm(
+    b: Builder, x: fx.Node, w: Any, bias: Any, mean: Any, var: Any, of_input: bool, momentum: float, eps: float, *_: Any
+) -> Any:
+    """Statistics of every row and channel, or the running ones. The op moves those in place, which its schema hides from the trace."""
+    if not of_input:
+        return b.inline(_batch_norm_eval, x, w, bias, mean, var, eps)
+    if mean is not None:
+        where = b.like.meta if b.like is not None else {}
+        raise AutoparError(
+            "unsupported-op",
+            f"{where.get('module') or 'the model'}: {where.get('source')}: instance_norm with running statistics in training",
+            "build it with track_running_stats=False, or call eval() on the layer",
+        )
+    return b.inline(_group_norm, x, w, bias, shape(x)[1], eps)
 
 
 @lowering(aten.batch_norm.default)

@@ -287,18 +287,18 @@ def parted(b: Builder, x: fx.Node, sizes: list[int], dim: int) -> list[fx.Node]:
     return [b.apply(operator.getitem, whole, i) for i in range(len(sizes))]
 
 
-@lowering(aten.split_with_sizes.default, aten.split.sizes)
+@lowering(aten.split_with_sizes.default, aten.split.sizes, aten.unsafe_split_with_sizes.default)
 def _split_with_sizes(b: Builder, x: fx.Node, sizes: list[int], dim: int = 0) -> list[fx.Node]:
     return parted(b, x, sizes, dim)
 
 
-@lowering(aten.split.Tensor)
+@lowering(aten.split.Tensor, aten.unsafe_split.Tensor)
 def _split(b: Builder, x: fx.Node, size: int, dim: int = 0) -> list[fx.Node]:
     n = shape(x)[dim]
     return parted(b, x, [min(size, n - i) for i in range(0, n, size)] or [0], dim)
 
 
-@lowering(aten.chunk.default)
+@lowering(aten.chunk.default, aten.unsafe_chunk.default)
 def _chunk(b: Builder, x: fx.Node, chunks: int, dim: int = 0) -> list[fx.Node]:
     return _split(b, x, max(-(-shape(x)[dim] // chunks), 1), dim)
 

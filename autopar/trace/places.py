@@ -13,12 +13,14 @@ from autopar.errors import AutoparError
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.*)')
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PYTHON = os.path.dirname(os.path.abspath(os.__file__))
 TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
 
 def is_user(path: str) -> bool:
-    """Whether a file is the user's or a model library's: neither torch's nor the compiler's own."""
-    return not path.startswith((TORCH + os.sep, OURS + os.sep, "<"))
+    """Whether a file is the user's or a model library's: neither Python's, torch's nor the compiler's own."""
+    installed = "site-packages" in path
+    return not path.startswith((TORCH + os.sep, OURS + os.sep, "<")) and (installed or not path.startswith(PYTHON + os.sep))
 
 
 def module_of(node: fx.Node) -> str:
@@ -82,23 +84,34 @@ def _is_data_dependent(error: BaseException) -> bool:
 
 
 def _user_frame(error: BaseException) -> tuple[FrameType | None, int]:
-    """The innermost frame of user code in the deepest cause that has one."""
+    """The innermost method of user code in the deepest cause that has one, or else the innermost function."""
+    function: tuple[FrameType | None, int] = (None, 0)
     for e in reversed(chain(error)):
-        found: tuple[FrameType | None, int] = (None, 0)
+        method: tuple[FrameType | None, int] = (None, 0)
         trace: TracebackType | None = e.__traceback__
         while trace is not None:
-            if is_user(trace.tb_frame.f_code.co_filename) and "self" in trace.tb_frame.f_locals:
-                found = (trace.tb_frame, trace.tb_lineno)
+            frame = trace.tb_frame
+            if is_user(frame.f_code.co_filename) and _owner(frame) is not None:
+                method = (frame, trace.tb_lineno)
+            elif is_user(frame.f_code.co_filename):
+                function = (frame, trace.tb_lineno)
             trace = trace.tb_next
-        if found[0] is not None:
-            return found
-    return None, 0
+        if method[0] is not None:
+            return method
+    return function
+
+
+def _owner(frame: FrameType) -> Any:
+    """The object whose method runs in the frame; a module may call itself something else than self."""
+    code = frame.f_code
+    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    return frame.f_locals.get("self", first if isinstance(first, nn.Module) else None)
 
 
 def _where(frame: FrameType, line: int, model: nn.Module) -> str:
-    owner: Any = frame.f_locals["self"]
+    owner = _owner(frame)
     path = next((n for n, m in model.named_modules() if m is owner), "")
     file = frame.f_code.co_filename
     code = linecache.getline(file, line).strip().rstrip(":")
-    name = f"{type(owner).__name__}.{frame.f_code.co_name}"
+    name = frame.f_code.co_name if owner is None else f"{type(owner).__name__}.{frame.f_code.co_name}"
     return f"{path or 'the model'} / {name}: {os.path.basename(file)}:{line}: {code}"

@@ -6,6 +6,7 @@ from torch import fx
 
 from autopar.ir import ops
 from autopar.ir.layout import I, Layout, P, R, Shard, Type
+from autopar.ir.mesh import TIME
 from autopar.ir.program import Form, Program, tensor_args
 from autopar.rules.strategies import canonical, legal
 from autopar.solve.annotate import layout_of, layouts
@@ -95,7 +96,8 @@ def _check_inputs(program: Program, after: str) -> None:
         if "input" in node.meta:
             entry = program.inputs[node.meta["input"]]
             for axis, kind in layout_of(node).types:
-                want = rows_of(program, axis, entry.batch_dim)
+                in_time = axis == TIME and entry.batch_dim is None
+                want = R if in_time else rows_of(program, axis, entry.batch_dim)
                 if not equal(kind, want, node):
                     why = f"input {entry.name} is {kind} on {axis}, its caller holds {want}"
                     raise fault("input-layout", program.graph, node, why, "", after)

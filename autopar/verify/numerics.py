@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.base import Context
 from autopar.passes.pipeline import parse, run
+from autopar.passes.zero import Zero
 from autopar.runtime.random import Streams
 from autopar.runtime.simulate import device_mesh, run_ranks
 from autopar.strategy import Strategy
@@ -96,6 +97,8 @@ class _Bench:
 
     def __init__(self, model, sizes, args, kwargs, loss, batch_dims, strategy, fp64):  # type: ignore[no-untyped-def]
         self.sizes, self.strategy = sizes, strategy
+        self.passes = [replace(p, precision="fp32") if isinstance(p, Zero) else p for p in parse(strategy.pipeline)]
+        self.local = next((i for i, p in enumerate(self.passes) if p.name == "localize"), len(self.passes))
         structure, self.inputs = Structure.of(model, args, kwargs)
         self.dims = batch_dims_of(structure, self.inputs, batch_dims)
         total = next((t.shape[d] for t, d in zip(self.inputs, self.dims) if d is not None), sizes.data_size)
@@ -162,8 +165,7 @@ class _Bench:
         """The program of all ranks, before ``localize``."""
         program = only_loss(self.traced.program) if loss_only else self.traced.program
         pinned = {} if loss_only else self.pinned
-        passes = [p for p in parse(self.strategy.pipeline) if p.name != "localize"]
-        planned = run(program, passes, Context(strict=self.strategy.strict, pinned=pinned))
+        planned = run(program, self.passes[: self.local], Context(strict=self.strategy.strict, pinned=pinned))
         self.pinned = {n: p.layout for n, p in planned.params.items() if p.layout and p.kind != "constant"}
         return planned
 
@@ -212,7 +214,7 @@ class _Bench:
     def lower(self, rank: int, programs: Mapping[bool, Program]) -> dict[bool, Program]:
         """The rank's own programs."""
         at = programs[True].mesh.coordinates(rank)
-        return {only: run(p, "localize", Context(at=at)) for only, p in programs.items()}
+        return {only: run(p, self.passes[self.local :], Context(at=at)) for only, p in programs.items()}
 
     def rank(
         self, rank: int, programs: Mapping[bool, Program], local: Mapping[bool, Program]

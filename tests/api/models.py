@@ -58,6 +58,9 @@ class Lm(nn.Module):
         self.head.weight = self.embed.weight
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
+    def reset_parameters(self) -> None:
+        self.calls.zero_()
+
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> Output:
         self.calls += 1
         h = self.embed(ids)
@@ -98,7 +101,7 @@ class Odd(nn.Module):
 
 
 class Dropped(nn.Module):
-    """Dropout of hidden features, all 1, and of the output. Returns the masks of both halves of the features as numbers."""
+    """Dropout of hidden features, all 1, and of the output. Returns the masks of the features' halves as numbers."""
 
     def __init__(self) -> None:
         super().__init__()

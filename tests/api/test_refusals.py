@@ -1,5 +1,6 @@
 """What parallelize and the module refuse: one clear error, on every rank, and never a hang."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,7 +58,7 @@ def test_torch_distributed_is_not_initialized() -> None:
     ("strategy", "slug", "words"),
     [
         ("zero=3", "unsupported-strategy", ["zero=3"]),
-        ("microbatches=2", "unsupported-strategy", ["microbatches=2"]),
+        ("precision=bf16", "unsupported-strategy", ["precision"]),
         ("recompute=full", "unsupported-strategy", ["recompute"]),
         ("sequence", "bad-strategy", ["sequence"]),
         ("passes=no-such-pass", "bad-pipeline", ["no-such-pass"]),
@@ -149,8 +150,8 @@ def odd_op(strict: bool) -> None:
 def test_op_without_a_rule(ranks: Ranks) -> None:
     for answer in ranks.answers(2, odd_op, False):
         assert answer.error is None, answer.trace
-        (text,) = answer.warnings
-        assert text.startswith("module '1' (models.py:") and "return self.down(" in text
+        (text,) = (w for w in answer.warnings if "rule" in w)
+        assert re.match(r"module '\S+' \(models.py:\d+ in forward", text) and "return self.down(" in text
         assert "autopar_tests.mystery" in text and f"gathered ({4 * 6 * 32 * 4} bytes)" in text
 
 

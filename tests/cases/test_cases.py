@@ -35,7 +35,7 @@ CASES = [
     Case("lora_fsdp", "dp=2", train=2, optimizer="adamw"),
     Case("train_eval_baked", "tp=2"),
     Case("shapes_change_after_trace", "tp=2", others=((4, 12), (2, 8), (1, 8))),
-    Case("checkpoint_dropped", "tp=2", warns=("checkpoint",)),
+    Case("checkpoint_dropped", "tp=2", warns=("checkpointing", "checkpointing")),
     Case("mutated_buffers", "tp=2", calls=2),
     Case("structured_io", "tp=2"),
     Case("unsupported_op_names_module", "tp=2"),
@@ -58,8 +58,9 @@ def test_equals_the_unsharded_model(ranks: Ranks, case: Case) -> None:
     found = []
     for rank, answer in enumerate(ranks.answers(case.world, parallel, case)):
         assert answer.error is None, f"rank {rank}:\n{answer.trace}"
-        assert len(answer.warnings) == len(case.warns), answer.warnings
-        assert all(part in text for part, text in zip(case.warns, answer.warnings)), answer.warnings
+        heard = list(dict.fromkeys(answer.warnings))
+        assert len(heard) == len(case.warns), heard
+        assert all(part in text for part, text in zip(case.warns, heard)), heard
         found.append(answer.value)
     for rank, (index, got) in enumerate(found):
         _compare(case, f"rank {rank}", index, got, want)

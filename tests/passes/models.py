@@ -1,4 +1,4 @@
-"""Tiny models that the passes and their checks are tested on, each with the sizes that matter for one way of sharding."""
+"""Tiny models that the passes and their checks are tested on, each with sizes that matter for one way of sharding."""
 
 from collections.abc import Callable
 from functools import cache

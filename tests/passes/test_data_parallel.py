@@ -66,7 +66,9 @@ class Statistics(nn.Module):
 
 
 def test_what_couples_rows_is_reduced():
-    program = trace(Statistics(), (torch.randn(2, 4),), {}, mesh=Mesh.parse("dp=2"), loss=lambda y: (y**2).sum()).program
+    program = trace(
+        Statistics(), (torch.randn(2, 4),), {}, mesh=Mesh.parse("dp=2"), loss=lambda y: (y**2).sum()
+    ).program
     rows = conversions(run(program, "data-parallel,reshard"))
     assert [(a, src, dst) for _, a, src, dst in rows if src == P] == [("dp", P, R)]
 

@@ -26,20 +26,27 @@ class Case:
 DP, TP, TPS = "data-parallel", "data-parallel,tensor-parallel", "data-parallel,tensor-parallel{sequence}"
 CASES = {
     "data-parallel/mlp": Case("Rows over dp; the loss is a term of the sum; parameters are R.", "mlp", "dp=2", DP),
-    "data-parallel/tied": Case("The mean over tokens divides a local sum by the count of all ranks.", "tied", "dp=2", DP),
+    "data-parallel/tied": Case("The mean over tokens divides a local sum by the count of all ranks.", "tied",
+        "dp=2", DP),
     "data-parallel/uneven": Case("Three rows and one.", "gated", "dp=2", DP, (3, 1)),
     "tensor-parallel/mlp": Case("Two products with biases over tp.", "mlp", "tp=2", TP),
-    "tensor-parallel/gated": Case("One weight of two segments, each shared out, so that chunk is local.", "gated", "tp=2", TP),
+    "tensor-parallel/gated": Case("One weight of two segments, each shared out, so that chunk is local.", "gated",
+        "tp=2", TP),
     "tensor-parallel/fused": Case("Queries, keys and values in one weight of three segments.", "fused", "tp=2", TP),
     "tensor-parallel/fused-grouped": Case("The same with half as many key heads.", "fused-grouped", "tp=2", TP),
-    "tensor-parallel/grouped": Case("Two key heads on four ranks: tp is split over groups and repeats.", "grouped", "tp=4", TP),
-    "tensor-parallel/tied": Case("Vocabulary-parallel embedding, head and loss with one weight.", "tied", "dp=2,tp=2", TP),
+    "tensor-parallel/grouped": Case("Two key heads on four ranks: tp is split over groups and repeats.", "grouped",
+        "tp=4", TP),
+    "tensor-parallel/tied": Case("Embedding and head are one weight: one layout serves both.", "tied",
+        "dp=2,tp=2", TP),
     "tensor-parallel/sequence": Case("Norms and residuals on a share of the positions.", "mlp", "tp=2", TPS),
     "reshard/mlp": Case("Every mismatch is a conversion.", "mlp", "dp=2,tp=2", f"{TP},reshard"),
-    "reshard/fused": Case("A value that three readers want converted is converted once.", "fused", "tp=2", f"{TP},reshard"),
+    "reshard/grouped": Case("A value that three readers want converted is converted once.", "grouped", "tp=2",
+        f"{TP},reshard"),
     "reshard/sequence": Case("Gathers and scatters of positions.", "fused-tied", "dp=2,tp=2", f"{TPS},reshard"),
-    "localize/mlp": Case("Sizes of a rank, and collectives with the axis as an argument.", "mlp", "dp=2,tp=2", f"{TP},reshard,localize"),
-    "localize/tied": Case("The second rank's rows of the vocabulary begin at 12.", "tied", "tp=2", f"{TP},reshard,localize", None, 1),
+    "localize/mlp": Case("Sizes of a rank, and collectives with the axis as an argument.", "mlp", "dp=2,tp=2",
+        f"{TP},reshard,localize"),
+    "localize/tied": Case("A weight that is looked up and multiplied, as the second rank holds it.", "tied", "tp=2",
+        f"{TP},reshard,localize", None, 1),
     "localize/uneven": Case("The rank that has one row of four.", "gated", "dp=2", f"{DP},reshard,localize", (3, 1), 1),
 }  # fmt: skip
 
@@ -49,7 +56,14 @@ def show(case: Case) -> str:
     passes = parse(case.pipeline)
     before: Program = run(traced(case.model, case.mesh, case.rows), passes[:-1])
     after = run(before, passes[-1:], Context(at=before.mesh.coordinates(case.rank)))
-    parts = [case.says, f"pipeline: {case.pipeline}", "=== before", print_program(before), "=== after", print_program(after)]
+    parts = [
+        case.says,
+        f"pipeline: {case.pipeline}",
+        "=== before",
+        print_program(before),
+        "=== after",
+        print_program(after),
+    ]
     return "\n".join(parts)
 
 

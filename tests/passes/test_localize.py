@@ -16,7 +16,7 @@ SEQUENCE = "data-parallel,tensor-parallel{sequence},reshard"
 @pytest.mark.parametrize("name", CASES)
 def test_every_value_has_its_local_size_and_no_conversion_is_left(name, pipeline):
     program = local(name, MESH, pipeline, 3)
-    assert program.form == Form.LOCAL and program.at == program.mesh.coordinates(3)
+    assert program.form == Form.LOCAL and program.at.items() >= program.mesh.coordinates(3).items()
     for _, graph in program.graphs():
         for node in graph.nodes:
             assert node.target not in (ops.convert, ops.dropout)
@@ -47,8 +47,16 @@ def test_programs_of_ranks_differ_only_where_shards_do():
     assert text(0, (3, 2)) == text(1, (3, 2)) != text(2, (3, 2))
 
 
-@pytest.mark.parametrize(("pipeline", "wanted"), [(PIPELINE, {"to_replicated", "all_reduce_invariant"}), (SEQUENCE, {"all_gather", "reduce_scatter"})])
+@pytest.mark.parametrize(
+    ("pipeline", "wanted"),
+    [(PIPELINE, {"to_replicated", "all_reduce_invariant"}), (SEQUENCE, {"all_gather", "reduce_scatter"})],
+)
 def test_conversions_become_collectives(pipeline, wanted):
     program = local("llama", MESH, pipeline)
-    used = {n.target.__name__ for _, g in program.graphs() for n in g.nodes if getattr(n.target, "__module__", "") == collectives.__name__}
+    used = {
+        n.target.__name__
+        for _, g in program.graphs()
+        for n in g.nodes
+        if getattr(n.target, "__module__", "") == collectives.__name__
+    }
     assert wanted <= used

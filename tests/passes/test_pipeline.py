@@ -97,7 +97,15 @@ TRACED = traced("mlp", "dp=2,tp=2")
 
 
 @pytest.mark.parametrize(
-    "text", ("tensor-parallel", "reshard", "localize", "data-parallel,localize", "data-parallel,reshard,reshard", f"{FULL},localize")
+    "text",
+    (
+        "tensor-parallel",
+        "reshard",
+        "localize",
+        "data-parallel,localize",
+        "data-parallel,reshard,reshard",
+        f"{FULL},localize",
+    ),
 )
 def test_a_pass_out_of_place(text):
     with pytest.raises(AutoparError) as caught:

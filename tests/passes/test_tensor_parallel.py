@@ -24,7 +24,9 @@ def kinds(program: Program, axis: str = "tp") -> dict[str, object]:
 @pytest.mark.parametrize("name", CASES)
 def test_every_weight_of_a_product_is_shared_out(name, pipeline):
     program = planned(name, "tp=2", pipeline)
-    whole = {n for n, p in program.params.items() if p.layout["tp"] == I and len(p.spec.shape) == 2 and p.kind == "parameter"}
+    whole = {
+        n for n, p in program.params.items() if p.layout["tp"] == I and len(p.spec.shape) == 2 and p.kind == "parameter"
+    }
     assert whole == set()
 
 
@@ -41,7 +43,9 @@ def test_a_fused_weight_is_shared_out_in_segments():
     half = Piece(32, 4, 8)
     assert kinds(planned("gated", "tp=4", TP))["gate_up.weight"] == Shard(0, join([half, half]))
     assert kinds(planned("fused", "tp=2", TP))["qkv.weight"] == Shard(0, join([Piece(16, 2, 8)] * 3))
-    assert kinds(planned("fused-grouped", "tp=2", TP))["qkv.weight"] == Shard(0, join([Piece(16, 2, 8), *[Piece(8, 2, 4)] * 2]))
+    assert kinds(planned("fused-grouped", "tp=2", TP))["qkv.weight"] == Shard(
+        0, join([Piece(16, 2, 8), *[Piece(8, 2, 4)] * 2])
+    )
 
 
 def test_fewer_key_heads_than_ranks_split_the_axis():
@@ -63,7 +67,8 @@ class Heads(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("heads", "groups", "ways", "fits"), [(4, 4, 8, "1, 2, 4"), (4, 4, 3, "1, 2, 4"), (8, 2, 3, "1, 2, 4, 8"), (4, 1, 8, "1, 2, 4")]
+    ("heads", "groups", "ways", "fits"),
+    [(4, 4, 8, "1, 2, 4"), (4, 4, 3, "1, 2, 4"), (8, 2, 3, "1, 2, 4, 8"), (4, 1, 8, "1, 2, 4")],
 )
 def test_heads_that_do_not_divide_are_refused_with_what_would(heads, groups, ways, fits):
     module = Heads(heads, groups)

@@ -1,4 +1,4 @@
-"""One op as a node, and an assignment of types executed on shards, forward and backward, against the op on whole tensors."""
+"""One op as a node, and an assignment of types executed on shards against the op on whole tensors, with gradients."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +49,9 @@ class Op:
             n.graph.output((n,))
             mark_differentiable(n.graph, {})
         generator = torch.Generator().manual_seed(seed)
-        op = Op(node, asked, tensors, found, [torch.randn(r.shape, generator=generator, dtype=_float(r)) for r in found])
+        op = Op(
+            node, asked, tensors, found, [torch.randn(r.shape, generator=generator, dtype=_float(r)) for r in found]
+        )
         op.wanted = _backward(node, tensors, {}, op.grads)[1]
         return op
 

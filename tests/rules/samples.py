@@ -91,8 +91,10 @@ def _convolution(r: Random) -> list[Call]:
 
 
 def _matmul(r: Random) -> list[Call]:
-    pairs = [((6, 4), (4, 12)), ((4,), (4, 6)), ((6, 4), (4,)), ((4,), (4,)), ((6, 2, 4), (6, 4, 2)), ((6, 2, 4), (4, 6)),
-             ((2, 4), (6, 4, 3)), ((4,), (6, 4, 3)), ((6, 3, 4), (4,)), ((4, 1, 2, 6), (6, 6, 4)), ((1, 2, 6), (4, 6, 3))]  # fmt: skip
+    pairs = [((6, 4), (4, 12)), ((4,), (4, 6)), ((6, 4), (4,)), ((4,), (4,)), ((6, 2, 4), (6, 4, 2)), ((6, 2, 4),
+        (4, 6)),
+             ((2, 4), (6, 4, 3)), ((4,), (6, 4, 3)), ((6, 3, 4), (4,)), ((4, 1, 2, 6), (6, 6, 4)), ((1, 2, 6),
+                 (4, 6, 3))]  # fmt: skip
     return [a(r(*x), r(*y)) for x, y in pairs]
 
 
@@ -104,7 +106,8 @@ def _attention(r: Random) -> list[Call]:
     return [
         a(*qkv(4, 4)), a(*qkv(12, 6), enable_gqa=True), a(*qkv(8, 2), enable_gqa=True), a(*qkv(12, 1), enable_gqa=True),
         a(*square, is_causal=True), a(*qkv(8, 4, 4, 4), is_causal=True, enable_gqa=True, scale=0.3),
-        a(*qkv(6, 6), r.bools(4, 1, 3, 5)), a(*qkv(6, 6), r(6, 3, 5)), a(*qkv(6, 6), r(3, 5)), a(*qkv(6, 3), r(1, 6, 1, 5), enable_gqa=True),
+        a(*qkv(6, 6), r.bools(4, 1, 3, 5)), a(*qkv(6, 6), r(6, 3, 5)), a(*qkv(6, 6), r(3, 5)), a(*qkv(6, 3),
+            r(1, 6, 1, 5), enable_gqa=True),
         a(r(6, 4, 2), r(6, 5, 2), r(6, 5, 2)), a(r(4, 2), r(5, 2), r(5, 2)), a(*qkv(4, 4, b=1)),
         a(r(4, 6, 3, 2), r(1, 6, 5, 2), r(1, 6, 5, 2)),
     ]  # fmt: skip
@@ -116,14 +119,20 @@ def _gather(r: Random) -> list[Call]:
 
 def _scatter(r: Random) -> list[Call]:
     spots = torch.stack([torch.randperm(12, generator=r.generator)[:4] for _ in range(6)])
-    return [a(r(6, 12), 1, spots, r(6, 4)), a(r(12, 6), 0, spots.t().contiguous(), r(4, 6)), a(r(6, 12), -1, spots[:4], r(4, 4))]
+    return [
+        a(r(6, 12), 1, spots, r(6, 4)),
+        a(r(12, 6), 0, spots.t().contiguous(), r(4, 6)),
+        a(r(6, 12), -1, spots[:4], r(4, 4)),
+    ]
 
 
 def _index(r: Random) -> list[Call]:
     i = r.ints
     return [
-        a(r(6, 12), [i(6, 4)]), a(r(6, 12), [None, i(12, 4)]), a(r(6, 4, 12), [i(6, 3), i(4, 3)]), a(r(6, 4), [i(6, 4, 6)]),
-        a(r(6, 4, 12), [i(6, 4), None, i(12, 4)]), a(r(6, 4), [i(6, 4, 1), i(4, 1, 6)]), a(r(4, 6, 12), [None, i(6, 4, 1), i(12, 6)]),
+        a(r(6, 12), [i(6, 4)]), a(r(6, 12), [None, i(12, 4)]), a(r(6, 4, 12), [i(6, 3), i(4, 3)]), a(r(6, 4),
+            [i(6, 4, 6)]),
+        a(r(6, 4, 12), [i(6, 4), None, i(12, 4)]), a(r(6, 4), [i(6, 4, 1), i(4, 1, 6)]), a(r(4, 6, 12),
+            [None, i(6, 4, 1), i(12, 6)]),
         a(r(6, 4), [torch.tensor([True, False, True, True, False, True])]), a(r(6, 12), [i(6, 12), i(12, 1)]),
     ]  # fmt: skip
 
@@ -137,13 +146,20 @@ def _loss(r: Random) -> list[Call]:
 def _embedding(r: Random) -> list[Call]:
     repeated = torch.tensor([[1, 1, 2, 0], [2, 1, 5, 5]])
     return [
-        a(r(12, 6), r.ints(12, 4, 6)), a(r(12, 6), r.ints(12, 6), 3), a(r(7, 4), r.ints(7, 4)), a(r(24, 4), r.ints(24, 6)),
+        a(r(12, 6), r.ints(12, 4, 6)), a(r(12, 6), r.ints(12, 6), 3), a(r(7, 4), r.ints(7, 4)), a(r(24, 4),
+            r.ints(24, 6)),
         a(r(6, 4), repeated, -1, True),
     ]  # fmt: skip
 
 
 def _split(r: Random) -> list[Call]:
-    return [a(r(12, 6), [6, 6]), a(r(6, 24), [12, 6, 6], -1), a(r(6, 4, 10), [4, 6], 2), a(r(6, 12), [3, 3], 0), a(r(6, 36), [24, 12], 1)]
+    return [
+        a(r(12, 6), [6, 6]),
+        a(r(6, 24), [12, 6, 6], -1),
+        a(r(6, 4, 10), [4, 6], 2),
+        a(r(6, 12), [3, 3], 0),
+        a(r(6, 36), [24, 12], 1),
+    ]
 
 
 def _cat(r: Random) -> list[Call]:
@@ -170,20 +186,27 @@ def _one(r: Random) -> list[Call]:
 
 
 def _logic(r: Random) -> list[Call]:
-    return [a(r.bools(6, 12), r.bools(6, 12)), a(r.ints(8, 6, 12), r.ints(8, 12)), a(r.bools(4, 1, 6), r.bools(4, 6, 1))]
+    return [
+        a(r.bools(6, 12), r.bools(6, 12)),
+        a(r.ints(8, 6, 12), r.ints(8, 12)),
+        a(r.bools(4, 1, 6), r.bools(4, 6, 1)),
+    ]
 
 
 MAKE: dict[Any, Make] = {
     aten.linear.default: lambda r: [
-        a(r(6, 4, 12), r(8, 12), r(8)), a(r(4, 12), r(6, 12)), a(r(12), r(6, 12), r(6)), a(r(2, 6, 2, 4), r(12, 4)), a(r(6, 1), r(4, 1), r(4)),
+        a(r(6, 4, 12), r(8, 12), r(8)), a(r(4, 12), r(6, 12)), a(r(12), r(6, 12), r(6)), a(r(2, 6, 2, 4),
+            r(12, 4)), a(r(6, 1), r(4, 1), r(4)),
     ],
     aten.addmm.default: lambda r: [
-        a(r(12), r(6, 4), r(4, 12)), a(r(6, 12), r(6, 4), r(4, 12)), a(r(1, 12), r(6, 4), r(4, 12)), a(r(6, 1), r(6, 4), r(4, 12)),
+        a(r(12), r(6, 4), r(4, 12)), a(r(6, 12), r(6, 4), r(4, 12)), a(r(1, 12), r(6, 4), r(4, 12)), a(r(6, 1),
+            r(6, 4), r(4, 12)),
         a(r(1), r(6, 4), r(4, 6)), a(r(12), r(6, 4), r(4, 12), beta=2, alpha=3),
     ],
     aten.mm.default: lambda r: [a(r(6, 4), r(4, 12))],
     aten.bmm.default: lambda r: [a(r(6, 3, 4), r(6, 4, 12))],
-    aten.baddbmm.default: lambda r: [a(r(6, 3, 12), r(6, 3, 4), r(6, 4, 12)), a(r(1, 1, 12), r(6, 3, 4), r(6, 4, 12), beta=2)],
+    aten.baddbmm.default: lambda r: [a(r(6, 3, 12), r(6, 3, 4), r(6, 4, 12)), a(r(1, 1, 12), r(6, 3, 4),
+        r(6, 4, 12), beta=2)],
     aten.mv.default: lambda r: [a(r(6, 4), r(4))],
     aten.dot.default: lambda r: [a(r(12), r(12))],
     aten.matmul.default: _matmul,
@@ -237,12 +260,16 @@ MAKE: dict[Any, Make] = {
     aten.scatter_add.default: lambda r: [*_scatter(r), a(r(6, 12), 1, r.ints(12, 6, 24), r(6, 24))],
     aten.scatter_reduce.two: lambda r: [a(*args, reduce) for args, _ in _scatter(r) for reduce in ("sum", "amax")],
     aten.index_put.default: lambda r: [
-        a(r(6, 12), [None, r.ints(12, 4)], r(6, 4), True), a(r(6, 4, 12), [r.ints(6, 3), r.ints(4, 3)], r(3, 12), True), a(r(4, 6, 12), [None, r.ints(6, 3)], r()),
-        a(r(6, 12, 4), [None, r.ints(12, 2, 3), r.ints(4, 3)], r(6, 1, 3), True), a(r(4, 6, 12), [r.ints(4, 3), None, r.ints(12, 3)], r(3, 6), True),
+        a(r(6, 12), [None, r.ints(12, 4)], r(6, 4), True), a(r(6, 4, 12), [r.ints(6, 3), r.ints(4, 3)], r(3, 12),
+            True), a(r(4, 6, 12), [None, r.ints(6, 3)], r()),
+        a(r(6, 12, 4), [None, r.ints(12, 2, 3), r.ints(4, 3)], r(6, 1, 3), True), a(r(4, 6, 12), [r.ints(4, 3),
+            None, r.ints(12, 3)], r(3, 6), True),
         a(r(6, 4), [torch.tensor([True, False, True, True, False, True])], r(4, 4)),
     ],
-    aten.index_add.default: lambda r: [a(r(6, 12), 1, r.ints(12, 4), r(6, 4)), a(r(4, 6, 12), 0, r.ints(4, 6), r(6, 6, 12), alpha=2)],
-    aten.index_copy.default: lambda r: [a(r(6, 12), 1, torch.tensor([3, 0, 7, 5]), r(6, 4)), a(r(4, 6), 0, torch.tensor([2]), r(1, 6))],
+    aten.index_add.default: lambda r: [a(r(6, 12), 1, r.ints(12, 4), r(6, 4)), a(r(4, 6, 12), 0, r.ints(4, 6),
+        r(6, 6, 12), alpha=2)],
+    aten.index_copy.default: lambda r: [a(r(6, 12), 1, torch.tensor([3, 0, 7, 5]), r(6, 4)), a(r(4, 6),
+        0, torch.tensor([2]), r(1, 6))],
     aten.index_fill.int_Scalar: lambda r: [a(r(6, 12), 1, r.ints(12, 4), 2.0)],
     aten.index.Tensor: _index,
     aten.index_select.default: lambda r: [a(r(6, 12), 0, r.ints(6, 4)), a(r(6, 4, 12), -1, r.ints(12, 6))],
@@ -290,7 +317,8 @@ MAKE: dict[Any, Make] = {
     aten.stack.default: lambda r: [a([r(6, 4), r(6, 4)]), a([r(6, 12)] * 3, -1), a([r(6, 12), r(6, 12)], 1)],
     aten.unfold.default: lambda r: [a(r(6, 12), 1, 3, 2), a(r(6, 4, 12), -3, 2, 1)],
     aten.diagonal.default: lambda r: [a(r(6, 4, 4), 0, -2, -1), a(r(4, 6, 6), 1, 0, 1), a(r(6, 6))],
-    aten.slice.Tensor: lambda r: [a(r(6, 12), 1, 2, 8), a(r(6, 12), 0, 0, 9223372036854775807), a(r(6, 12), -1, -4), a(r(6, 12), 1, 0, 12, 2)],
+    aten.slice.Tensor: lambda r: [a(r(6, 12), 1, 2, 8), a(r(6, 12), 0, 0, 9223372036854775807), a(r(6, 12),
+        -1, -4), a(r(6, 12), 1, 0, 12, 2)],
     aten.select.int: lambda r: [a(r(6, 12), 0, 2), a(r(6, 4, 12), -1, -1)],
     aten.pad.default: lambda r: [a(r(6, 12), [1, 2]), a(r(6, 12), [0, 0, 1, 0]), a(r(6, 12), [1, 1], "constant", 2.0)],
     aten.constant_pad_nd.default: lambda r: [a(r(6, 12), [1, 2]), a(r(6, 12), [-1, 1]), a(r(6, 12), [0, 0, 1, 0], 1.0)],
@@ -314,11 +342,13 @@ MAKE: dict[Any, Make] = {
     aten.add.Tensor: lambda r: [*_pair(r), a(r(6, 12), r(6, 12), alpha=2), a(r.ints(5, 6), r.ints(5, 6))],
     aten.sub.Tensor: _pair,
     aten.mul.Tensor: _pair,
-    aten.div.Tensor: lambda r: [a(x, y.abs() + 1 if isinstance(y, Tensor) and y is not x else y) for (x, y), _ in _pair(r)],
+    aten.div.Tensor: lambda r: [a(x, y.abs() + 1 if isinstance(y, Tensor) and y is not x else y) for (x, y),
+        _ in _pair(r)],
     aten.mul.Scalar: lambda r: [a(r(6, 12), 3.0)],
     aten.div.Scalar: lambda r: [a(r(6, 12), 3.0)],
     aten.neg.default: _one,
-    aten._to_copy.default: lambda r: [a(r(6, 12), dtype=F64), a(r.ints(5, 6), dtype=F64), a(r(6, 12), dtype=I64), a(r.bools(6), dtype=I64)],
+    aten._to_copy.default: lambda r: [a(r(6, 12), dtype=F64), a(r.ints(5, 6), dtype=F64), a(r(6, 12), dtype=I64),
+        a(r.bools(6), dtype=I64)],
     aten.to.dtype: lambda r: [a(r.ints(5, 6, 4), F64), a(r(6, 4), I64), a(r.ints(5, 6), torch.bool)],
     aten.clone.default: lambda r: [*_one(r), a(r.bools(6))],
     aten.detach.default: _one,

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from autopar.ir.layout import P, Layout, Piece, Shard, Type, piece, plain_shard
+from autopar.ir.layout import Layout, P, Piece, Shard, Type, piece, plain_shard
 from autopar.ir.mesh import Mesh
 
 

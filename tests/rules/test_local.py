@@ -105,7 +105,9 @@ def test_every_row_occurs() -> None:
     assert rows - {"SS"} == set(ROWS)
 
 
-@pytest.mark.parametrize("layout", [{"dp": o, "tp": t} for o, t in product((I, OUTER, UNEVEN, COLUMN), KINDS) if shard_free(t, o)])
+@pytest.mark.parametrize(
+    "layout", [{"dp": o, "tp": t} for o, t in product((I, OUTER, UNEVEN, COLUMN), KINDS) if shard_free(t, o)]
+)
 def test_a_run_starts_at_its_first_element_or_is_refused(layout: dict[str, Type]) -> None:
     found = Layout.of(layout)
     for at in MESH:
@@ -119,10 +121,15 @@ def test_a_run_starts_at_its_first_element_or_is_refused(layout: dict[str, Type]
             assert caught.value.slug == "scattered-run"
 
 
-@pytest.mark.parametrize(("target", "place"), [(aten.embedding.default, 2), (ops.token_loss, 4)], ids=("embedding", "loss"))
+@pytest.mark.parametrize(
+    ("target", "place"), [(aten.embedding.default, 2), (ops.token_loss, 4)], ids=("embedding", "loss")
+)
 def test_the_vocabulary_starts_where_the_rank_s_share_does(target: object, place: int) -> None:
     args = (torch.randn(12, 6), torch.arange(6)) if place == 2 else (torch.randn(5, 12), torch.arange(5), 0)
     op = Op.of(target, args, {})
-    for kind, starts in ((plain_shard(place // 4, 12, 3), [0, 4, 8]), (Shard(place // 4, (Piece(12, 12, 1, (7, 1, 4)),)), [0, 7, 8])):
+    for kind, starts in (
+        (plain_shard(place // 4, 12, 3), [0, 4, 8]),
+        (Shard(place // 4, (Piece(12, 12, 1, (7, 1, 4)),)), [0, 7, 8]),
+    ):
         (a,) = {x for x in strategies(op.node, [[kind] if kind else [], [], []]) if kind in x.inputs}
         assert [localized(op, a, 3, c).args[place] for c in range(3)] == starts

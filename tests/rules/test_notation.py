@@ -3,7 +3,9 @@ import pytest
 from autopar.rules.notation import labels, parse
 
 
-@pytest.mark.parametrize("text", ["b i, i o", "a -> b -> c", "a, [b -> c", "a, b] -> c", "a* -> a", "[+o -> o", "a; b -> c"])
+@pytest.mark.parametrize(
+    "text", ["b i, i o", "a -> b -> c", "a, [b -> c", "a, b] -> c", "a* -> a", "[+o -> o", "a; b -> c"]
+)
 def test_what_does_not_read_is_refused_with_its_text(text):
     with pytest.raises(ValueError, match="rule") as caught:
         parse(text)
@@ -31,7 +33,8 @@ LINEAR = "b.. i, o i, [+o] -> b.. o"
         ("b.., b.. -> b..", [(2, 3), (3,)], [(2, 3)], (("b1", "b0"), ("b0",)), (("b1", "b0"),), set()),
         ("b.., b.. -> b..", [(2, 1), (2, 3)], [(2, 3)], (("b1", None), ("b1", "b0")), (("b1", "b0"),), set()),
         ("b.. !c -> b..", [(2, 3, 2)], [(2, 3)], (("b1", "b0", "c"),), (("b1", "b0"),), {"c"}),
-        ("v h, !t.. -> t.. h", [(9, 4), (2, 3)], [(2, 3, 4)], (("v", "h"), ("t1", "t0")), (("t1", "t0", "h"),), {"t0", "t1"}),
+        ("v h, !t.. -> t.. h", [(9, 4), (2, 3)], [(2, 3, 4)], (("v", "h"), ("t1", "t0")), (("t1", "t0", "h"),),
+            {"t0", "t1"}),
         ("-> !s", [], [(6,)], (), (("s",),), {"s"}),
         ("i, i -> ", [(3,), (3,)], [()], (("i",), ("i",)), ((),), set()),
     ],

@@ -26,7 +26,12 @@ def tagged() -> Iterator[Any]:
         for overload in packet.overloads() if hasattr(packet, "overloads") else ():
             op = getattr(packet, overload)
             returns = [str(r.type) for r in op._schema.returns]
-            if torch.Tag.pointwise in op.tags and not op._schema.is_mutable and set(returns) == {"Tensor"} and name not in HALF:
+            if (
+                torch.Tag.pointwise in op.tags
+                and not op._schema.is_mutable
+                and set(returns) == {"Tensor"}
+                and name not in HALF
+            ):
                 yield op
 
 

@@ -108,7 +108,7 @@ def test_views_that_matter():
     assert view((4, 6, 64), (4, 6, 8, 8), Shard(2, (Piece(64, 2, 32),))) == Shard(2, (Piece(8, 2, 4),))
     assert view((4, 6, 64), (4, 6, 8, 8), Shard(2, (Piece(64, 2, 4),))) == Shard(3, (Piece(8, 2, 4),))
     assert view((4, 9), (6, 6), Shard(1, (Piece(9, 3, 3),))) is None
-    assert view((3, 8), (24,), Shard(1, (Piece(8, 2, 2), ))) == Shard(0, (Piece(24, 2, 2),))
+    assert view((3, 8), (24,), Shard(1, (Piece(8, 2, 2),))) == Shard(0, (Piece(24, 2, 2),))
     fused = Shard(0, (Piece(8, 2, 4), Piece(4, 2, 2)))
     assert view((12, 5), (1, 12, 5), fused) == Shard(1, fused.pieces)
     assert view((3, 12), (36,), Shard(1, fused.pieces)) is None
@@ -152,7 +152,11 @@ def test_a_part_of_a_fused_weight_brings_its_neighbours_along():
     """Query heads over the axis: the fused dim is three segments, keys and values in proportion."""
     a = Segments((64, 16, 16), 2, True, 3).transfer(1, Shard(2, (Piece(64, 2, 32),)))
     assert a is not None
-    assert a.inputs == (Shard(2, (Piece(64, 2, 32), Piece(32, 2, 8))),) == (Shard(2, join([Piece(64, 2, 32), Piece(16, 2, 8), Piece(16, 2, 8)])),)
+    assert (
+        a.inputs
+        == (Shard(2, (Piece(64, 2, 32), Piece(32, 2, 8))),)
+        == (Shard(2, join([Piece(64, 2, 32), Piece(16, 2, 8), Piece(16, 2, 8)])),)
+    )
     assert a.outputs[1] == a.outputs[2] == Shard(2, (Piece(16, 2, 8),))
 
 
@@ -162,12 +166,19 @@ def test_split_of_a_run_that_crosses_a_boundary_is_refused():
 
 
 def test_labels():
-    linear = Labels((("b", "i"), ("o", "i"), ("o",)), (("b", "o"),), added=frozenset({2}), linear=(frozenset({0, 2}), frozenset({0})))
+    linear = Labels(
+        (("b", "i"), ("o", "i"), ("o",)),
+        (("b", "o"),),
+        added=frozenset({2}),
+        linear=(frozenset({0, 2}), frozenset({0})),
+    )
     s = Shard(1, (Piece(4, 2, 2),))
     contracted = linear.transfer(0, s)
     assert contracted is not None and contracted.inputs == (s, s, P) and contracted.outputs == (P,)
     column = linear.transfer(2, Shard(0, (Piece(4, 2, 2),)))
-    assert column is not None and column.inputs == (R, Shard(0, s.pieces), Shard(0, s.pieces)) and column.outputs == (s,)
+    assert (
+        column is not None and column.inputs == (R, Shard(0, s.pieces), Shard(0, s.pieces)) and column.outputs == (s,)
+    )
     assert [(p.inputs, p.outputs) for p in linear.partials()] == [((P, R, P), (P,))]
     assert Labels((("b", "b"),), (("b",),)).transfer(0, s) is None
     assert Labels(((None, "b"),), (("b",),)).transfer(0, Shard(0, (Piece(1, 2, 1),))) is None

@@ -80,12 +80,54 @@ def test_a_blocked_dim_would_be_wrong_and_is_refused(target, args, port, dim):
     op, rel = Op.of(target, args, {}), relation(Op.of(target, args, {}).node)
     shapes = [t.shape for t in op.tensors]
     shard = plain_shard(dim, shapes[port][dim], 2)
-    open_ = replace(rel, labels=replace(rel.labels, blocked=frozenset())) if isinstance(rel, Attention) else replace(rel, blocked=frozenset())
+    open_ = (
+        replace(rel, labels=replace(rel.labels, blocked=frozenset()))
+        if isinstance(rel, Attention)
+        else replace(rel, blocked=frozenset())
+    )
     a = open_.transfer(port, shard)
     assert a is not None and rel.transfer(port, shard) is None
     assert not legal(op.node, a.inputs, a.outputs)
     with pytest.raises((AssertionError, RuntimeError)):
         check(op, a, 2)
+
+
+S0 = plain_shard(0, 4, 2)
+HEADS = plain_shard(1, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "inputs", "outputs"),
+    [
+        (aten.linear.default, (R(4, 6), R(4, 6), R(4)), (S0, RR, RR), (S0,)),
+        (aten.linear.default, (R(4, 6), R(4, 6), R(4)), (RR, S0, S0), (plain_shard(1, 4, 2),)),
+        (aten.linear.default, (R(4, 6), R(4, 6), R(4)), (S1, S1, P), (P,)),
+        (aten.linear.default, (R(4, 6), R(4, 6), R(4)), (P, RR, P), (P,)),
+        (aten.addmm.default, (R(4), R(4, 6), R(6, 4)), (P, S1, plain_shard(0, 6, 2)), (P,)),
+        (aten.embedding.default, (R(4, 6), R.ints(4, 3)), (S0, I), (P,)),
+        (aten.embedding.default, (R(4, 6), R.ints(4, 3)), (S1, I), (S1,)),
+        (aten.embedding.default, (R(4, 6), R.ints(4, 4)), (RR, S0), (S0,)),
+        (ops.token_loss, (R(4, 6), R.ints(6, 4), -1), (S1, I), (I,)),
+        (ops.token_loss, (R(4, 6), R.ints(6, 4), -1), (S0, S0), (S0,)),
+        (ops.attention, (Q, K, V), (HEADS,) * 3, (HEADS,)),
+        (ops.attention, (Q, K, V), (plain_shard(2, 4, 2), RR, RR), (plain_shard(2, 4, 2),)),
+        (aten.mean.dim, (R(4, 6), [1]), (S1,), (P,)),
+        (aten.mean.dim, (R(4, 6), [1]), (S0,), (S0,)),
+        (aten.sum.default, (R(4, 6),), (S1,), (P,)),
+        (aten.softmax.int, (R(4, 6), 1), (S0,), (S0,)),
+        (aten.layer_norm.default, (R(4, 6), [6], R(6), R(6)), (S0, RR, RR), (S0,)),
+        (aten.add.Tensor, (R(4, 6), R(4, 6)), (P, P), (P,)),
+        (aten.add.Tensor, (R(4, 6), R(6)), (S1, plain_shard(0, 6, 2)), (S1,)),
+        (aten.where.self, (R.bools(4, 6), R(4, 6), R(4, 6)), (I, P, P), (P,)),
+        (aten.view.default, (R(4, 6), [24]), (S0,), (plain_shard(0, 24, 2),)),
+        (aten.index.Tensor, (R(4, 6), [R.ints(4, 4)]), (RR, S0), (S0,)),
+        (aten.gather.default, (R(4, 6), 1, R.ints(6, 4, 2)), (S0, S0), (S0,)),
+        (aten.expand.default, (R(4, 1), [4, 6]), (RR,), (S1,)),
+        (aten.full.default, ([4, 6], 1.0), (), (S1,)),
+    ],
+)  # fmt: skip
+def test_strategies_that_must_be_there(target, args, inputs, outputs):
+    assert legal(Op.of(target, args, {}).node, inputs, outputs)
 
 
 @pytest.mark.parametrize(

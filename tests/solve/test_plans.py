@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-
 from torch import fx
 
 from autopar.cli.models import load
@@ -18,7 +17,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.pipeline import run
 from autopar.trace import trace
-from tests.passes.models import CASES, traced
+from tests.passes.models import traced
 
 ROOT = Path(__file__).parents[2]
 PIPELINES = ("data-parallel,tensor-parallel,reshard", "data-parallel,tensor-parallel{sequence},reshard")
@@ -27,7 +26,9 @@ PIPELINES = ("data-parallel,tensor-parallel,reshard", "data-parallel,tensor-para
 def plans() -> str:
     """Plans of two small models under both pipelines, as text."""
     programs = {name: traced(name, "dp=2,tp=4") for name in ("fused-grouped", "tied")}
-    return "\n".join(f"{name} {p}\n{plan_text(run(program, p))}" for name, program in programs.items() for p in PIPELINES)
+    return "\n".join(
+        f"{name} {p}\n{plan_text(run(program, p))}" for name, program in programs.items() for p in PIPELINES
+    )
 
 
 def test_plans_do_not_depend_on_the_process() -> None:
@@ -57,7 +58,9 @@ def moved(graph: fx.Graph) -> tuple[list[str], list[str]]:
         if node.target is ops.convert and node.args[1] == "tp":
             row = "".join("S" if isinstance(t, Shard) else str(t) for t in node.args[2:])
             forward += [ISSUES[row]] if row in ISSUES else []
-            backward += [ISSUES[row[::-1].translate(DUAL)]] if node.meta["diff"] and row[::-1].translate(DUAL) in ISSUES else []
+            backward += (
+                [ISSUES[row[::-1].translate(DUAL)]] if node.meta["diff"] and row[::-1].translate(DUAL) in ISSUES else []
+            )
     return forward, backward
 
 
@@ -73,17 +76,22 @@ def placed(program: Program) -> dict[str, str]:
 
 @pytest.mark.parametrize("tokens", (128, 4096))
 def test_llama_3_8b_on_eight_ranks_is_column_then_row(tokens: int) -> None:
-    """Shoeybi et al. 2019: two all-reduces of the hidden state forward and two backward in a layer, and nothing else."""
+    """Shoeybi et al. 2019: two all-reduces of the hidden state forward and two backward a layer, no more."""
     program = run(published(1, tokens), "data-parallel,tensor-parallel,reshard")
     kinds = placed(program)
     columns = {n for n, k in kinds.items() if k == "S(0)"}
     rows = {n for n, k in kinds.items() if k == "S(1)"}
-    assert columns == {f"{n}.weight" for n in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")}
+    assert columns == {
+        f"{n}.weight"
+        for n in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    }
     assert rows == {"self_attn.o_proj.weight", "mlp.down_proj.weight"}
     assert all(k == "I" for n, k in kinds.items() if n not in columns | rows)
     (block,) = program.blocks.values()
     assert moved(block.graph) == (["all_reduce"] * 2, ["all_reduce"] * 2)
-    hidden = [n.meta["spec"].shape for n in block.graph.nodes if n.target is ops.convert and n.args[1] == "tp" and P in n.args]
+    hidden = [
+        n.meta["spec"].shape for n in block.graph.nodes if n.target is ops.convert and n.args[1] == "tp" and P in n.args
+    ]
     assert hidden == [(1, tokens, 4096)] * 2
 
 

@@ -16,7 +16,9 @@ from autopar.solve.problem import Choices, solve
 from tests.solve.random_programs import choices, flat, layered
 
 
-def total(flow: Flow, given: Choices, types: dict[int, Type], picks: dict[fx.Node, Assignment], outs: list[Type]) -> float:
+def total(
+    flow: Flow, given: Choices, types: dict[int, Type], picks: dict[fx.Node, Assignment], outs: list[Type]
+) -> float:
     """Price of one choice, by the meaning of the terms rather than by the equations."""
     types = dict(types)
     for node, a in picks.items():

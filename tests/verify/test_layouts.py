@@ -102,7 +102,11 @@ def test_no_conversion_can_have_another_type(name: str) -> None:
         node = node_at(program, place)
         x, axis, src, dst = node.args
         diff = bool(node.meta.get("diff"))
-        others = [t for t in (I, R, P, plain_shard(0, node.meta["spec"].shape[0], 2) if node.meta["spec"].shape else None) if t]
+        others = [
+            t
+            for t in (I, R, P, plain_shard(0, node.meta["spec"].shape[0], 2) if node.meta["spec"].shape else None)
+            if t
+        ]
         for other in others:
             if other in (src, dst) or (not diff and {other, dst} <= {I, R}) or (not diff and {other, src} <= {I, R}):
                 continue
@@ -114,7 +118,9 @@ def test_no_conversion_can_have_another_type(name: str) -> None:
                 check_layouts(broken)
             except AutoparError:
                 continue
-            raise AssertionError(f"{place}: {dst} as {other} on {axis} is not missed: {[u.format_node() for u in node.users]}")
+            raise AssertionError(
+                f"{place}: {dst} as {other} on {axis} is not missed: {[u.format_node() for u in node.users]}"
+            )
 
 
 def first(program: Program, wanted: Callable[[fx.Node], bool]) -> fx.Node:
@@ -150,7 +156,9 @@ def test_a_conversion_s_layout_is_its_target() -> None:
 @pytest.mark.parametrize("op", ("linear", "silu", "attention", "embedding", "token_loss", "sum", "mul.Tensor"))
 def test_an_op_makes_its_output_from_its_inputs(op: str, form: Form) -> None:
     """Each output type replaced by each other one."""
-    program = resharded("llama") if form == Form.RESHARDED else planned("llama", "dp=2,tp=2", PLAIN.removesuffix(",reshard"))
+    program = (
+        resharded("llama") if form == Form.RESHARDED else planned("llama", "dp=2,tp=2", PLAIN.removesuffix(",reshard"))
+    )
     have = first(program, named(op)).meta["layout"]
     for axis, kind in have.types:
         for other in (I, R, P):
@@ -221,7 +229,9 @@ def placeholder(program: Program, key: str) -> fx.Node:
 @pytest.mark.parametrize("form", (Form.ANNOTATED, Form.RESHARDED))
 @pytest.mark.parametrize(("axis", "kind"), [("dp", I), ("dp", P), ("tp", R), ("tp", P)])
 def test_parameters_are_held_so_that_one_reducer_sums_each_gradient(axis: str, kind: Type, form: Form) -> None:
-    program = resharded("llama") if form == Form.RESHARDED else planned("llama", "dp=2,tp=2", PLAIN.removesuffix(",reshard"))
+    program = (
+        resharded("llama") if form == Form.RESHARDED else planned("llama", "dp=2,tp=2", PLAIN.removesuffix(",reshard"))
+    )
     check_params(program)
     program = program.clone()
     node = placeholder(program, "param")
@@ -240,7 +250,10 @@ def test_the_graph_and_the_table_agree_about_parameters() -> None:
     node = placeholder(program, "param")
     param = program.params[node.meta["param"]]
     assert param.layout is not None
-    program.params[param.name] = replace(param, layout=param.layout.having("tp", plain_shard(0, param.spec.shape[0], 2) if param.layout["tp"] == I else I))
+    program.params[param.name] = replace(
+        param,
+        layout=param.layout.having("tp", plain_shard(0, param.spec.shape[0], 2) if param.layout["tp"] == I else I),
+    )
     assert param.name in refused(program, "param-layout")
 
 

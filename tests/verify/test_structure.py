@@ -96,4 +96,4 @@ def test_the_message_shows_ten_lines_and_the_types():
     assert 3 <= len(lines) <= 11
     assert [line for line in lines if line.startswith("-> ")] == [line for line in lines if node.name + " :" in line]
     assert any("'dp'" in line for line in lines)
-    assert Form.RESHARDED == p.form
+    assert p.form == Form.RESHARDED

@@ -38,7 +38,7 @@ def conversions(program: Program) -> list[int]:
 
 
 def interpret(graph: fx.Graph, axes: dict[str, Axis]) -> list[Tensor]:
-    """Run the block on rank 0; every input has its type, every conversion checks its own, every other op is the checker's."""
+    """Run the block on rank 0: inputs have their types, conversions check theirs, other ops are the checker's."""
     env: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         if node.op == "placeholder":

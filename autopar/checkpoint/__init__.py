@@ -1,0 +1,1 @@
+"""Checkpoints: saving and loading on any mesh, whole state dicts, and safetensors folders."""

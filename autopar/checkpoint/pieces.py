@@ -1,0 +1,161 @@
+"""Which boxes of a whole tensor this rank holds, and which of them it writes."""
+
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from autopar.emit.params import Place, shard_of
+from autopar.emit.rows import Box, Held, boxes
+from autopar.ir.layout import chunk_sizes, local_shape
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as a checkpoint sees it.
+
+    Args:
+        shape: of the whole.
+        local: this rank's part.
+        boxes: where the parts of ``local`` lie in the whole.
+        owned: whether this rank writes them; of all ranks that hold the same, one does.
+    """
+
+    shape: tuple[int, ...]
+    local: Tensor
+    boxes: tuple[Box, ...]
+    owned: bool
+
+    def staged(self) -> "Stored":
+        """With a copy of the values on the CPU, as they are now; without it where another rank writes them."""
+        if not self.owned:
+            return self
+        return replace(self, local=self.local.detach().to("cpu", copy=True))
+
+    def items(self, name: str) -> list[WriteItem]:
+        """What this rank writes."""
+        if not self.owned:
+            return []
+        properties, size = TensorProperties.create_from_tensor(self.local.detach()), torch.Size(self.shape)
+        return [
+            WriteItem(
+                MetadataIndex(name, c.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(c, properties, size)
+            )
+            for c in self.chunks()
+        ]
+
+    def chunks(self) -> list[ChunkStorageMetadata]:
+        """The boxes, as checkpoints name them."""
+        return [ChunkStorageMetadata(torch.Size(b.start), torch.Size(b.sizes)) for b in self.boxes]
+
+    def at(self, index: MetadataIndex) -> Tensor:
+        """The view of ``local`` that holds the box at an offset."""
+        box = next(b for b in self.boxes if b.start == tuple(index.offset or ()))
+        return box.of_local(self.local.detach())
+
+
+@dataclass(frozen=True)
+class Cut:
+    """An axis of an engine that cuts the model ranks' part once more: shares of ``dim``, and the mesh dim's index."""
+
+    index: int
+    dim: int
+    sizes: tuple[int, ...]
+    coordinate: int
+
+
+def cuts(x: Tensor, held: Held, place: Place) -> list[Cut]:
+    """How the DTensor's own placements share out what ``held`` gives to a rank, major to minor.
+
+    Engines cut a rank's part as ``torch.chunk`` does. Mesh dims that ``held`` speaks of are left out.
+    """
+    out: list[Cut] = []
+    if not isinstance(x, DTensor) or held.chunk is not None:
+        return out
+    shape = list(local_shape(held.shape, held.layout, held.mesh, place.at))
+    here, names = x.device_mesh.get_coordinate(), x.device_mesh.mesh_dim_names or ()
+    assert here is not None
+    for i, (name, placement) in enumerate(zip(names, x.placements)):
+        if name in (*place.model_axes, *held.shards) or placement.is_replicate():
+            continue
+        dim = placement.dim  # type: ignore[attr-defined]
+        out.append(Cut(i, dim, chunk_sizes(shape[dim], x.device_mesh.size(i)), here[i]))
+        shape[dim] = out[-1].sizes[here[i]]
+    return out
+
+
+def stored(x: Tensor, held: Held, place: Place, key: str) -> Stored:
+    """A parameter or buffer that is held as ``held`` says, or a tensor of an optimizer that is as large.
+
+    Args:
+        key: spreads the writing of what several ranks hold over them.
+    """
+    found = boxes(held, place.at)
+    for cut in cuts(x, held, place):
+        start = sum(cut.sizes[: cut.coordinate])
+        found = tuple(_clipped(found, cut.dim, start, start + cut.sizes[cut.coordinate]))
+    local = shard_of(x)
+    assert sum(math.prod(b.sizes) for b in found) == local.numel(), (key, held, tuple(local.shape))
+    return Stored(held.shape, local, found, owned(x, place, key))
+
+
+def stored_as_placed(x: Tensor, place: Place, key: str) -> Stored:
+    """Any other tensor: the same on all ranks, or what its placements say."""
+    local = shard_of(x)
+    if not isinstance(x, DTensor):
+        return Stored(tuple(x.shape), local, (_whole(x),), owned(x, place, key))
+    chunks = x.__create_chunk_list__()
+    home = (0,) * x.dim()
+    found = tuple(Box(tuple(c.offsets), tuple(c.sizes), home) for c in chunks if c.sizes.numel())
+    return Stored(tuple(x.shape), local, found, owned(x, place, key))
+
+
+def _whole(x: Tensor) -> Box:
+    home = (0,) * x.dim()
+    return Box(home, tuple(x.shape), home)
+
+
+def _clipped(found: tuple[Box, ...], dim: int, start: int, end: int) -> Iterator[Box]:
+    """What of the boxes lies in the local rows ``start`` to ``end`` of ``dim``, counted from there."""
+    for box in found:
+        first = max(start, box.local[dim])
+        last = min(end, box.local[dim] + box.sizes[dim])
+        if last > first:
+            whole = _at(box.start, dim, box.start[dim] + first - box.local[dim])
+            yield Box(whole, _at(box.sizes, dim, last - first), _at(box.local, dim, first - start))
+
+
+def _at(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])
+
+
+def owned(x: Tensor, place: Place, key: str) -> bool:
+    """Whether this rank, of all that hold the same part of ``x``, is the one that writes it."""
+    pick = zlib.crc32(key.encode())
+    for coordinate, ways in _copies(x, place):
+        pick, chosen = divmod(pick, ways)
+        if chosen != coordinate:
+            return False
+    return True
+
+
+def _copies(x: Tensor, place: Place) -> Iterator[tuple[int, int]]:
+    """(this rank's coordinate, ranks) along everything that does not change what a rank holds."""
+    apart: list[bool] = [False] * len(place.mesh.axes)
+    if isinstance(x, DTensor) and place.over is not None:
+        here = x.device_mesh.get_coordinate()
+        assert here is not None
+        for i, placement in enumerate(x.placements):
+            if placement.is_replicate():
+                yield here[i], x.device_mesh.size(i)
+        ranks = torch.isin(place.over.mesh.contiguous(), x.device_mesh.mesh.contiguous()).nonzero()
+        apart = [bool((column != column[0]).any()) for column in ranks.T]
+    for (axis, size), covered in zip(place.mesh.axes, apart):
+        if not covered:
+            yield place.at[axis], size

@@ -1,0 +1,52 @@
+"""Which unit reads each parameter, and which unit an engine can gather and reduce it with."""
+
+from collections.abc import Iterable, Mapping
+
+from autopar.ir.program import Param, Program
+
+Users = Mapping[str, set[str]]  # parameter: paths of the units that read it, "" for the outer function
+
+
+def users_of(program: Program) -> Users:
+    """Which unit reads each parameter: the path of the block's call, or "" for the outer function."""
+    users: dict[str, set[str]] = {}
+    for node in program.graph.nodes:
+        for source in node.all_input_nodes:
+            if "param" in source.meta and source.op == "placeholder":
+                path = str(node.meta.get("path", "")) if node.op == "call_module" else ""
+                users.setdefault(str(source.meta["param"]), set()).add(path)
+    return users
+
+
+def paths_of(program: Program) -> list[str]:
+    """The paths at which blocks are called."""
+    return list(dict.fromkeys(str(c.meta.get("path", "")) for c in program.calls()))
+
+
+def home(name: str, units: Iterable[str]) -> str:
+    """The innermost unit under whose path the name lies; "" for none."""
+    known = frozenset(units)
+    parts = name.split(".")[:-1]
+    prefixes = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
+    return next((p for p in prefixes if p in known), "")
+
+
+def managed(program: Program) -> dict[str, str]:
+    """The unit that gathers and reduces each parameter: its only reader, if all its names lie there, else the outer one.
+
+    Scalars are left out: engines cannot cut them.
+    """
+    paths, users = paths_of(program), users_of(program)
+    return {n: _unit(p, users.get(n, set()), paths) for n, p in program.params.items() if can_manage(p)}
+
+
+def can_manage(param: Param) -> bool:
+    """Whether an engine holds the parameter; the gradients of others are reduced where they are read."""
+    return param.kind == "parameter" and param.spec.is_float and bool(param.spec.shape)
+
+
+def _unit(param: Param, readers: set[str], paths: list[str]) -> str:
+    homes = {home(n, paths) for n in (param.name, *param.tied)}
+    if len(homes) == 1 and (not readers or readers == homes):
+        return homes.pop()
+    return ""
