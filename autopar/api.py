@@ -90,18 +90,20 @@ def parallelize(
 
 
 def resolve(mesh: DeviceMesh | str, device: str) -> tuple[Mesh, DeviceMesh | None]:
-    """The mesh's sizes, and its DeviceMesh (None for one rank without process groups). Raises AutoparError ``bad-mesh``."""
+    """The mesh's sizes, and its DeviceMesh (None for one rank alone). Raises AutoparError ``bad-mesh``."""
     if isinstance(mesh, DeviceMesh):
         names = mesh.mesh_dim_names or ()
         if not names:
-            raise AutoparError("bad-mesh", "the DeviceMesh has no axis names", "init_device_mesh(..., mesh_dim_names=('dp', 'tp'))")
+            fix = "init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
+            raise AutoparError("bad-mesh", "the DeviceMesh has no axis names", fix)
         return Mesh.of(dict(zip(names, mesh.mesh.shape))), mesh
     sizes = Mesh.parse(mesh)
     world = dist.get_world_size() if dist.is_initialized() else 1
     if sizes.world != world:
         started = "" if dist.is_initialized() else " (torch.distributed is not initialized)"
         raise AutoparError(
-            "bad-mesh", f"mesh {sizes} has {sizes.world} ranks (product of the axes), the world size is {world}{started}",
+            "bad-mesh",
+            f"mesh {sizes} has {sizes.world} ranks (product of the axes), the world size is {world}{started}",
             f"choose axes whose product is {world}, or start {sizes.world} processes with torchrun",
         )  # fmt: skip
     if not dist.is_initialized():

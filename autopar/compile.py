@@ -106,8 +106,8 @@ def trace_in(
 ) -> Traced:
     """The trace of a model that computes in ``precision``; its parameters keep their own dtypes in the table.
 
-    In bf16 it is that of the model with bfloat16 in place of float32 parameters and inputs, buffers as they are: what the
-    model's own code widens (norms, softmax, losses) stays wide.
+    In bf16 it is that of the model with bfloat16 in place of float32 parameters and inputs, buffers as they are: what
+    the model's own code widens (norms, softmax, losses) stays wide.
     """
     if precision == "fp32":
         return trace(model, args, kwargs, **options)
@@ -140,7 +140,8 @@ class Compiler:
     Args:
         model: only its structure, shapes and mode flags are read.
         at: this rank's coordinates on the mesh of a planned program.
-        agree: exchanges a fingerprint and this rank's rows; returns the rows of every data rank, or raises on every rank.
+        agree: exchanges a fingerprint and this rank's rows; returns the rows of every data rank, or raises on every
+        rank.
         rewrite: applied to each trace before the passes.
     """
 
@@ -170,7 +171,9 @@ class Compiler:
         """The variant for a call; compiled where it is new. Collective: every rank calls it with its own rows."""
         key = self._key(args, kwargs, train, "loss" if loss_only else "outputs")
         if (key, loss_only) not in self.variants:
-            self.variants[key, loss_only] = self._agreed(lambda: self._compile(self._traced(key, args, kwargs), loss_only))
+            self.variants[key, loss_only] = self._agreed(
+                lambda: self._compile(self._traced(key, args, kwargs), loss_only)
+            )
         return self.variants[key, loss_only]
 
     def example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool) -> Variant:

@@ -5,7 +5,6 @@ from typing import Any
 
 from autopar.errors import AutoparError
 
-
 LATER = ("approximate_microbatches", "schedule", "virtual_stages", "stages", "context_parallel", "expert_capacity")
 
 
@@ -24,7 +23,8 @@ class Strategy:
         zero_shard_size: data ranks that share out one copy of the parameters; all where None.
         prefetch: units that are gathered ahead of the one that runs; the engine's own choice where None.
         recompute: what the backward computes again instead of keeping it: "none", "selective" or "full".
-        precision: "fp32" computes in the parameters' own dtypes, "bf16" in bfloat16 what is held in float32. Parameters,
+        precision: "fp32" computes in the parameters' own dtypes, "bf16" in bfloat16 what is held in float32.
+        Parameters,
             their gradients and the sums over data ranks stay in float32.
         offload: "cpu" keeps parameters, gradients and optimizer state in host memory.
 
@@ -85,7 +85,7 @@ class Strategy:
 
     @staticmethod
     def of(strategy: "Strategy | str | None") -> "Strategy":
-        """A strategy from itself, from ``"field=value,..."`` text, or the default. Raises AutoparError ``bad-strategy``."""
+        """From itself, from ``"field=value,..."`` text, or the default. Raises AutoparError ``bad-strategy``."""
         if isinstance(strategy, Strategy):
             return strategy
         known = {f.name: f for f in fields(Strategy)}

@@ -1,0 +1,1 @@
+"""One pass a file; their pipelines; the runner that verifies after each."""

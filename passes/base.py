@@ -31,7 +31,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Pass:
-    """A rewrite of a Program. Fields are its options; it is pure: the runner hands it a clone and verifies the result."""
+    """A rewrite of a Program; its fields are its options. The runner hands it a clone and verifies the result."""
 
     name: ClassVar[str]
     requires: ClassVar[Form]

@@ -29,8 +29,8 @@ class DataParallel(Pass):
     """Rows of the batch over ``dp`` and ``ep``.
 
     Does:
-        Types every value on each data axis. Inputs with a batch dim are S on it, parameters are R, the loss is P: a term of
-        the sum that is the loss of the global batch.
+        Types every value on each data axis. Inputs with a batch dim are S on it, parameters are R, the loss is P: a
+        term of the sum that is the loss of the global batch.
     Requires:
         TRACED, with the rows of each data rank.
     Ensures:
@@ -88,7 +88,9 @@ class DataParallel(Pass):
 
         def op_price(node: fx.Node, a: Assignment) -> float:
             sharded = any(isinstance(t, Shard) for t in (*a.inputs, *a.outputs))
-            can = len(options[node]) > 2 and any(isinstance(t, Shard) for o in options[node] for t in (*o.inputs, *o.outputs))
+            can = len(options[node]) > 2 and any(
+                isinstance(t, Shard) for o in options[node] for t in (*o.inputs, *o.outputs)
+            )
             return prices(node, a) + (WHOLE if can and not sharded else 0.0)
 
         return Choices(
@@ -102,9 +104,7 @@ class DataParallel(Pass):
             else conversion_prices(flow, context.hardware, program.mesh, axis, shares(flow, _sizes(program.mesh))),
         )
 
-    def _types(
-        self, program: Program, flow: Flow, found: Candidates, v: int, axis: str, shard: Shard
-    ) -> list[Type]:
+    def _types(self, program: Program, flow: Flow, found: Candidates, v: int, axis: str, shard: Shard) -> list[Type]:
         value = flow.values[v]
         if value.role == "param":
             return [R] if value.diff else [I]

@@ -19,7 +19,8 @@ class Localize(Pass):
     """Local sizes, counts and offsets, and runtime collectives.
 
     Does:
-        Replaces conversions by runtime collectives, literal sizes by local ones, means over shards by sums over the global
+        Replaces conversions by runtime collectives, literal sizes by local ones, means over shards by sums over the
+        global
         count, lookups and losses over a sharded vocabulary by their runtime forms; gives random ops the axes that share
         their value out. Axis handles become arguments of each graph that uses them.
     Requires:
@@ -61,7 +62,11 @@ class _Graph:
         """The placeholder of an axis (or of ``rng``)."""
         if name not in self.handles:
             last = [n for n in self.graph.nodes if n.op == "placeholder"]
-            place = self.graph.inserting_after(last[-1]) if last else self.graph.inserting_before(next(iter(self.graph.nodes)))
+            place = (
+                self.graph.inserting_after(last[-1])
+                if last
+                else self.graph.inserting_before(next(iter(self.graph.nodes)))
+            )
             with place:
                 self.handles[name] = self.graph.placeholder(name)
             self.handles[name].meta["handle"] = name

@@ -1,6 +1,7 @@
 """Microbatches: an axis ``mb`` of the batch that is executed in time.
 
-A step over m microbatches runs the program m times on a part of the rank's rows; the loss, a P over ``mb``, accumulates,
+A step over m microbatches runs the program m times on a part of the rank's rows; the loss, a P over ``mb``,
+accumulates,
 and so do gradients. What couples the rows of several microbatches must be known before: a token count that divides the
 loss is hoisted into a prologue, which runs once on all rows.
 """
@@ -74,7 +75,9 @@ def _place(program: Program, flow: Flow, value: int) -> int:
     """Position in the outer graph of a value that depends on inputs alone; refused if it depends on parameters."""
     node = flow.values[value].key[0]
     nodes = list(program.graph.nodes)
-    at = next((i for i, n in enumerate(nodes) if (n is node or n.args[:1] == (node,)) and _stands_for(flow, n, value)), None)
+    at = next(
+        (i for i, n in enumerate(nodes) if (n is node or n.args[:1] == (node,)) and _stands_for(flow, n, value)), None
+    )
     if at is None or flow.values[value].diff or _reads_parameters(nodes[at]):
         where = node.meta.get("module") or node.name
         line = f" ({node.meta['source']})" if node.meta.get("source") else ""

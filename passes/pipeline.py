@@ -56,7 +56,9 @@ def _make(text: str, match: re.Match[str]) -> Pass:
     for word in (match[2] or "").split():
         name, _, value = word.partition("=")
         if name not in known:
-            _refuse(text, match.start(2), f"pass {match[1]} has no option {name!r}; it has {', '.join(known) or 'none'}")
+            _refuse(
+                text, match.start(2), f"pass {match[1]} has no option {name!r}; it has {', '.join(known) or 'none'}"
+            )
         try:
             options[known[name].name] = _value(known[name].type, value)
         except (KeyError, ValueError):

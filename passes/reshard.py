@@ -17,8 +17,8 @@ class Reshard(Pass):
     """Conversions where layouts differ.
 
     Does:
-        Inserts ``convert(x, axis, src, dst)`` before the first reader, one for each (value, axis, type), shared by all readers
-        in the graph. Steps that make the value smaller come first.
+        Inserts ``convert(x, axis, src, dst)`` before the first reader, one for each (value, axis, type), shared by
+        all readers in the graph. Steps that make the value smaller come first.
     Requires:
         ANNOTATED on every axis of the mesh.
     Ensures:
@@ -104,5 +104,3 @@ def _order(src: Type, dst: Type) -> int:
     if isinstance(dst, Shard):
         return 0
     return 2 if isinstance(src, Shard) else 1
-
-

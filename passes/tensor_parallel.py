@@ -22,7 +22,13 @@ from autopar.solve.prices import conversion_prices, op_prices
 from autopar.solve.problem import Choices, solve
 from autopar.solve.residual import residual_stream
 from autopar.solve.sources import (
-    grouped, product_parameters, repeated_parameters, repeats, sequence_seeds, sources, weight_seeds,
+    grouped,
+    product_parameters,
+    repeated_parameters,
+    repeats,
+    sequence_seeds,
+    sources,
+    weight_seeds,
 )  # fmt: skip
 
 MUST = 1e5  # µs: a weight that could be sharded but is held, or gathered, whole
@@ -35,16 +41,17 @@ class TensorParallel(Pass):
     """Weights of matrix products over ``tp``; the rest follows at the least cost.
 
     Does:
-        Splits ``tp`` into sub-axes where groups of key heads are fewer than ranks. Types every value on tp by the integer
-        program: column and row products, heads, vocabulary-parallel embedding, head and cross-entropy. With ``sequence``
-        the positions of norms, residuals and dropouts too.
+        Splits ``tp`` into sub-axes where groups of key heads are fewer than ranks. Types every value on tp by the
+        integer
+        program: column and row products, heads, vocabulary-parallel embedding, head and cross-entropy. With
+        ``sequence`` the positions of norms, residuals and dropouts too.
     Requires:
         ANNOTATED by data-parallel.
     Ensures:
         ANNOTATED on tp; every weight of a product that can be sharded is; outputs whole on every rank.
     Communication:
-        A layer of column and row products: 2 all_reduce forward and 2 backward of the hidden state, 2b(N-1)/N bytes per rank
-        each; with ``sequence`` the same bytes as all_gather and reduce_scatter.
+        A layer of column and row products: 2 all_reduce forward and 2 backward of the hidden state, 2b(N-1)/N bytes
+        per rank each; with ``sequence`` the same bytes as all_gather and reduce_scatter.
     Limits:
         Attention heads divide over tp; key heads divide tp or are divided by it.
     Sources:
@@ -128,14 +135,18 @@ def _held_whole(program: Program, flow: Flow, weights: set[int]) -> list[str]:
             whole.append(f"{name} {list(flow.values[v].spec.shape)}")
     if not whole or program.mesh.size("tp") == 1:
         return []
-    return [f"tp={program.mesh.size('tp')}: no dim can be shared out of {', '.join(whole)}; every rank holds them whole"]
+    return [
+        f"tp={program.mesh.size('tp')}: no dim can be shared out of {', '.join(whole)}; every rank holds them whole"
+    ]
 
 
 def _check_heads(program: Program, flow: Flow, found: Candidates, axis: str) -> None:
     """Attention whose heads cannot be shared out is refused, with the sizes that work."""
     ways = program.mesh.size("tp")
     for node, heads, groups in grouped(flow):
-        fits = heads % ways == 0 and (groups % ways == 0 or ways % groups == 0 or groups == heads or _covers(heads, groups, ways))
+        fits = heads % ways == 0 and (
+            groups % ways == 0 or ways % groups == 0 or groups == heads or _covers(heads, groups, ways)
+        )
         if not fits:
             sizes = [n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
             what = f"{heads} heads" if groups == heads else f"{heads} query heads and {groups} key heads"
@@ -172,7 +183,9 @@ class _Space:
             for n, _ in flow.ops
         }
         prices = op_prices(flow, self.context.hardware, mesh.size(self.axis))
-        convert = conversion_prices(flow, self.context.hardware, mesh, self.axis, shares(flow, {**dict(mesh.axes), TIME: mesh.microbatches}))
+        convert = conversion_prices(
+            flow, self.context.hardware, mesh, self.axis, shares(flow, {**dict(mesh.axes), TIME: mesh.microbatches})
+        )
 
         def op_price(node: fx.Node, a: Assignment) -> float:
             return prices(node, a) + (POSITIONS if self.sequence and self._idle(node, a, options[node]) else 0.0)
@@ -193,8 +206,11 @@ class _Space:
     def _idle(self, node: fx.Node, a: Assignment, options: list[Assignment]) -> bool:
         """Whether an op that has no weight of its own could shard positions or features but stays whole."""
         sharded = [any(isinstance(t, Shard) for t in o.outputs) for o in options]
-        return any(sharded) and not any(isinstance(t, Shard) for t in a.outputs) and bool(node.meta.get("diff")) and not any(
-            self.flow.of(x) in self.weights for x in tensor_args(node)
+        return (
+            any(sharded)
+            and not any(isinstance(t, Shard) for t in a.outputs)
+            and bool(node.meta.get("diff"))
+            and not any(self.flow.of(x) in self.weights for x in tensor_args(node))
         )
 
     def _types(self, v: int) -> list[Type]:
@@ -228,5 +244,3 @@ class _Space:
 def _storable(shard: Shard) -> bool:
     """Whether a parameter can be held so: uneven only in contiguous runs of single rows."""
     return shard.even or (shard.plain and shard.pieces[0].inner == 1)
-
-

@@ -26,7 +26,8 @@ class Zero(Pass):
 
     Does:
         Gives each parameter to the unit that alone reads it, else to the outer function, one group for each dtype. From
-        stage 1 on cuts every rank's part over the data ranks: along dim 0, or along another dim that divides where dim 0
+        stage 1 on cuts every rank's part over the data ranks: along dim 0, or along another dim that divides where
+        dim 0
         does not. Stage 1 reduces once a step, stage 2 with each microbatch, stage 3 also frees what a unit gathered.
     Requires:
         LOCAL.

@@ -75,12 +75,13 @@ class Ranks:
                 if found[pipe].error is not None:
                     end = min(end, time.monotonic() + AFTER_ERROR)
         silent = [rank for rank, pipe in enumerate(pipes) if pipe not in found]
-        if silent or any(isinstance(a.error, EOFError) for a in found.values()):
+        dead = [rank for rank, pipe in enumerate(pipes) if pipe in found and isinstance(found[pipe].error, EOFError)]
+        if silent or dead:
             self.stop()
             self.start()
-        if silent:
             others = [f"rank {r}: {found[p].error!r}" for r, p in enumerate(pipes) if p in found]
-            pytest.fail(f"{function.__name__}: rank {silent} gave no answer in {timeout} s (a hang); {others}")
+            what = f"rank {dead} died" if dead else f"rank {silent} gave no answer in {timeout} s (a hang)"
+            pytest.fail(f"{function.__name__}: {what}; {others}")
         return [found[pipe] for pipe in pipes]
 
     def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
@@ -135,6 +136,7 @@ def _perform(task: bytes) -> bytes:
                 world_size=world,
                 timeout=timedelta(seconds=timeout),
             )
+            dist.barrier()  # a rank that is done early must not leave while others still connect
             answer.value = function(*args)
         except BaseException as error:  # noqa: B036 - raised again in the test
             answer.error, answer.trace = error, traceback.format_exc()

@@ -136,7 +136,7 @@ def put(path: Path, token: str) -> None:
     finally:
         os.close(handle)
     for leftover in _beside(path):
-        shutil.rmtree(leftover)
+        shutil.rmtree(leftover, ignore_errors=True)  # the checkpoint is in its place; rubbish is no failure
 
 
 def prune(parent: Path, keep: int) -> None:
@@ -146,4 +146,4 @@ def prune(parent: Path, keep: int) -> None:
         if complete[keep - 1 :] and int(path.name[5:]) < int(complete[keep - 1].name[5:]):
             gone = path.with_name(f".{path.name}.0.old")
             path.replace(gone)
-            shutil.rmtree(gone)
+            shutil.rmtree(gone, ignore_errors=True)

@@ -214,4 +214,3 @@ def read_or_make(
     """Every tensor of the emitted module: what the folder must have is read, the rest is made."""
     read = weights.read(model, params, place, device)
     return {**read, **make({n: p for n, p in params.items() if n not in read})}
-

@@ -11,7 +11,7 @@ from autopar.runtime.random import Streams
 
 
 class Deferred(ParallelModule):
-    """Becomes the ParallelModule that ``build(args, kwargs)`` makes when it is first called. Until then it has no parameters."""
+    """Becomes what ``build(args, kwargs)`` makes when it is first called; has no parameters until then."""
 
     def __init__(self, build: Callable[[tuple[Any, ...], dict[str, Any]], ParallelModule]) -> None:
         super(ParallelModule, self).__init__()

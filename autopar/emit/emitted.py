@@ -16,7 +16,7 @@ from autopar.emit.recompute import recomputed
 from autopar.emit.units import Call, Skeleton, Slot
 from autopar.errors import AutoparError
 from autopar.ir.program import Output, Param, Program
-from autopar.ir.units import paths_of, users_of
+from autopar.ir.units import users_of
 from autopar.runtime.random import Streams
 
 

@@ -1,7 +1,7 @@
 """Gradient sync and ZeRO over the data axes: ``replicate`` or ``fully_shard`` on every unit, told to sum.
 
-Each group of the program's engine is one parameter group of its unit: it is gathered before the unit runs and reduced in
-its backward, on a stream of its own. A unit may have several, one for each dtype, and the outer function's may hold
+Each group of the program's engine is one parameter group of its unit: it is gathered before the unit runs and reduced
+in its backward, on a stream of its own. A unit may have several, one for each dtype, and the outer function's may hold
 parameters from anywhere in the tree. What no engine can hold (scalars, more than two model axes) is reduced where the
 parameter is read (``Slot.over``): as the backward of I to R, exact for any number of forwards and backwards.
 

@@ -1,6 +1,7 @@
 """Blocks whose backward computes inner values again: ``torch.utils.checkpoint`` around the function of a kind.
 
-The function takes everything as arguments: parameters (whose memory the engine fills again before the backward), buffers
+The function takes everything as arguments: parameters (whose memory the engine fills again before the backward),
+buffers
 as they were, and the random state of the call. So the second run computes what the first did, whatever ran in between.
 """
 

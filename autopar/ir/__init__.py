@@ -1,0 +1,1 @@
+"""The program: mesh, layouts, graphs, and how they print."""

@@ -62,7 +62,7 @@ class Mesh:
         return tuple(a for a, _ in self.axes)
 
     def size(self, axis: str) -> int:
-        """Ranks along ``axis`` (steps along ``mb``); 1 where the mesh lacks it. A split axis counts its parts together."""
+        """Ranks along ``axis`` (steps along ``mb``), sub-axes together; 1 where the mesh lacks it."""
         sizes = {**dict(self.axes), TIME: self.microbatches}
         return sizes[axis] if axis in sizes else dict(self.user_axes).get(axis, 1)
 

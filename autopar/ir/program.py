@@ -145,7 +145,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """What an entry of the outer graph's output is: a tensor of the model's output, the loss, or a buffer's new value."""
+    """An entry of the outer graph's output: a tensor of the model's output, the loss, or a buffer's new value."""
 
     kind: str  # "user", "loss" or "buffer"
     name: str
@@ -156,8 +156,8 @@ class Output:
 class Block:
     """A kind of layer: one graph, called with different parameters.
 
-    Placeholders: the values that it takes, then its parameters and buffers (``meta["param"]``: name relative to the call's path).
-    The output node holds a tuple.
+    Placeholders: the values that it takes, then its parameters and buffers (``meta["param"]``: name relative to the
+    call's path). The output node holds a tuple.
     """
 
     name: str

@@ -10,7 +10,7 @@ from torch import fx
 
 @lru_cache(maxsize=None)
 def names(target: Any) -> tuple[tuple[str, Any], ...]:
-    """(name, default) of each parameter of an op or function; the default is ``inspect.Parameter.empty`` if required."""
+    """(name, default) of each parameter of an op or function; ``inspect.Parameter.empty`` if required."""
     if isinstance(target, torch._ops.OpOverload):
         empty = inspect.Parameter.empty
         return tuple((a.name, a.default_value if a.has_default_value() else empty) for a in target._schema.arguments)

@@ -71,7 +71,9 @@ def attention(node: fx.Node) -> Attention:
     heads = q[-3] if rank > 2 else 1
     groups = k[-3] if rank > 2 else 1
     head: list[str | None] = ["h"] if rank > 2 else []
-    group: list[str | None] = ([None] if groups == 1 and heads > 1 else ["h" if groups == heads else "g"]) if rank > 2 else []
+    group: list[str | None] = (
+        ([None] if groups == 1 and heads > 1 else ["h" if groups == heads else "g"]) if rank > 2 else []
+    )
     v = shape_of(known["v"])
     ins: list[Dims] = [(*batch(q), *head, "s", "d"), (*batch(k), *group, "t", "d"), (*batch(v), *group, "t", "e")]
     if known.get("mask") is not None:

@@ -76,7 +76,7 @@ def reduction(summing: bool) -> Builder:
 
 
 def along(name: str = "dim", *, linear: bool = False, last: int = 0) -> Builder:
-    """An op that runs along ``dim`` (softmax, sort, cumsum): any other dim may be sharded. ``last``: the last n dims instead."""
+    """An op that runs along ``dim``, or the ``last`` n dims: any other dim may be sharded."""
 
     def build(node: fx.Node) -> Labels:
         ins, outs = input_shapes(node), output_shapes(node)
@@ -84,7 +84,9 @@ def along(name: str = "dim", *, linear: bool = False, last: int = 0) -> Builder:
         dims = range(rank - last, rank) if last else normal_dims(arguments(node)[name], rank)
         blocked = frozenset(f"d{d}" for d in dims)
         names = tuple(numbered(rank))
-        aligned = [tuple(n if s[i] == ins[0][i] else f"own{k}{i}" for i, n in enumerate(names)) for k, s in enumerate(ins[1:])]
+        aligned = [
+            tuple(n if s[i] == ins[0][i] else f"own{k}{i}" for i, n in enumerate(names)) for k, s in enumerate(ins[1:])
+        ]
         alone = frozenset(n for a in aligned for n in a if n and n.startswith("own"))
         results = [tuple(n if s[i] == ins[0][i] else n for i, n in enumerate(names)) for s in outs]
         sets = (frozenset({0}),) if linear and len(ins) == 1 else ()
@@ -113,7 +115,9 @@ def spatial(count: int) -> Builder:
         ahead = tuple(numbered(len(ins[0]) - count))
         before, after = (tuple(f"{kind}{i}" for i in range(count)) for kind in "xy")
         linear = () if len(outs) > 1 else (frozenset({0}),)
-        return Labels(((*ahead, *before),), ((*ahead, *after),) * len(outs), frozenset({*before, *after}), linear=linear)
+        return Labels(
+            ((*ahead, *before),), ((*ahead, *after),) * len(outs), frozenset({*before, *after}), linear=linear
+        )
 
     return build
 
@@ -236,9 +240,7 @@ def stack(node: fx.Node) -> Labels:
     names = numbered(len(ins[0]))
     dim = arguments(node)["dim"] % (len(names) + 1)
     out = (*names[:dim], "new", *names[dim:])
-    return Labels(
-        (tuple(names),) * len(ins), (out,), frozenset({"new"}), linear=(frozenset(range(len(ins))),)
-    )
+    return Labels((tuple(names),) * len(ins), (out,), frozenset({"new"}), linear=(frozenset(range(len(ins))),))
 
 
 def matmul(node: fx.Node) -> Labels:

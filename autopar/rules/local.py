@@ -36,7 +36,7 @@ class Place:
 
 
 def segments_of(layout: Layout, axis: str, length: int, mesh: Mesh, at: Mapping[str, int]) -> Segments | None:
-    """``segments`` of the runtime collectives for the shard that ``layout`` has on ``axis``; None where plain and even."""
+    """``segments`` of the runtime collectives for the shard on ``axis``; None where plain and even."""
     shard = layout[axis]
     assert isinstance(shard, Shard)
     others = Layout(tuple((a, t) for a, t in layout.types if a != axis))
@@ -90,7 +90,11 @@ def convert(node: fx.Node, place: Place) -> None:
     after = have.having(axis, dst)  # type: ignore[arg-type]
     if isinstance(src, Shard) and isinstance(dst, Shard):
         a, b = cut(have, src), cut(after, dst)
-        node.args = (x, src.dim, dst.dim, handle, *a[2:]) if len(b) == 2 else (x, src.dim, dst.dim, handle, a[2] if len(a) > 2 else None, b[2])
+        node.args = (
+            (x, src.dim, dst.dim, handle, *a[2:])
+            if len(b) == 2
+            else (x, src.dim, dst.dim, handle, a[2] if len(a) > 2 else None, b[2])
+        )
         node.target = collectives.all_to_all
         return
     node.target = ROWS[type(src).__name__[0] + type(dst).__name__[0]]
@@ -149,7 +153,9 @@ def _mean(node: fx.Node, place: Place) -> None:
         return
     x = node.args[0]
     if known.get("dtype") is not None:
-        raise AutoparError("mean-dtype", f"{node.meta.get('module', '')}: mean with a dtype over a sharded dim", "cast before the mean")
+        raise AutoparError(
+            "mean-dtype", f"{node.meta.get('module', '')}: mean with a dtype over a sharded dim", "cast before the mean"
+        )
     node.target, node.kwargs = shards.mean_of_total, {}
     node.args = (x, dims, bool(known.get("keepdim", False)), prod(shape[d] for d in dims))
 

@@ -2,9 +2,10 @@
 
     "b.. i, o i, [+o] -> b.. o"
 
-Operands are separated by commas, dims by blanks. ``b..`` stands for any number of dims; they are aligned from the right as
-in broadcasting. ``!s`` is a factor that must not be sharded. ``[..]`` is an operand that may be missing, ``+`` one that is
-added to the result. A factor that only inputs have is summed over. Factors of size 1 in an operand broadcast.
+Operands are separated by commas, dims by blanks. ``b..`` stands for any number of dims; they are aligned from the
+right as
+in broadcasting. ``!s`` is a factor that must not be sharded. ``[..]`` is an operand that may be missing, ``+`` one
+that is added to the result. A factor that only inputs have is summed over. Factors of size 1 in an operand broadcast.
 """
 
 import re
@@ -67,7 +68,10 @@ def labels(text: str, inputs: list[Shape], outputs: list[Shape], linear: tuple[f
     ins = tuple(bind(o, s) for o, s in zip(operands, inputs))
     outs = tuple(bind(o, s) for o, s in zip(rule.outputs, outputs))
     blocked = frozenset(
-        n for d in (*ins, *outs) for n in d if n is not None and (n in rule.blocked or n.rstrip("0123456789") in rule.blocked)
+        n
+        for d in (*ins, *outs)
+        for n in d
+        if n is not None and (n in rule.blocked or n.rstrip("0123456789") in rule.blocked)
     )
     added = frozenset(i for i, o in enumerate(operands) if o.added)
     return Labels(ins, outs, blocked, added, linear)

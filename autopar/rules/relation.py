@@ -1,7 +1,7 @@
 """How the dims of an op's tensors are related: what sharding one of them means for the others.
 
-A relation has ports: the op's tensor inputs (``tensor_args`` order), then its outputs. ``transfer(port, shard)`` gives the
-type of every port when that port is sharded so, or None where the op cannot be computed shard by shard.
+A relation has ports: the op's tensor inputs (``tensor_args`` order), then its outputs. ``transfer(port, shard)``
+gives the type of every port when that port is sharded so, or None where the op cannot be computed shard by shard.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,8 @@ class Labels:
     Args:
         inputs, outputs: a label for each dim; None for a broadcast dim of size 1.
         blocked: labels that the op cannot be sharded on.
-        added: inputs that are added to the result rather than multiplied into it; they become P when a label is contracted.
+        added: inputs that are added to the result rather than multiplied into it; they become P when a label is
+        contracted.
         linear: sets of inputs in which the op is linear jointly: all of a set P and the rest whole gives P.
         internal: labels over which the op communicates by itself; its outputs are then whole and invariant.
     """

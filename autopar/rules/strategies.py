@@ -27,9 +27,7 @@ def whole(node: fx.Node) -> list[Assignment]:
     ins, outs = diff_ports(node)
     found = [Assignment((I,) * len(ins), (I,) * len(outs))]
     if any(ins):
-        found.append(
-            Assignment(tuple(canonical(R, d) for d in ins), tuple(canonical(R, d) for d in outs))
-        )
+        found.append(Assignment(tuple(canonical(R, d) for d in ins), tuple(canonical(R, d) for d in outs)))
     return found
 
 

@@ -1,7 +1,7 @@
 """The rule table: one op, one line. Each line is proved by execution in tests/rules.
 
-A line says which factors of the op's dims are the same (``autopar.rules.notation``), in which inputs the op is linear, and
-how its arguments change when it runs on shards (``autopar.rules.local``).
+A line says which factors of the op's dims are the same (``autopar.rules.notation``), in which inputs the op is
+linear, and how its arguments change when it runs on shards (``autopar.rules.local``).
 """
 
 from typing import Any

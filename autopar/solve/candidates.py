@@ -1,4 +1,4 @@
-"""Which shards are worth considering for each value on one axis: seeds, carried through the rules until nothing is new."""
+"""Shards worth considering for each value on one axis: seeds, carried through the rules until nothing is new."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -69,6 +69,8 @@ def spread(
         for node, port in touching[value]:
             made = relations[node].transfer(port, shard)
             if made is not None:
-                for v, kind in zip([*flow.inputs(node), *flow.outputs(node)], (*made.inputs, *made.outputs), strict=True):
+                for v, kind in zip(
+                    [*flow.inputs(node), *flow.outputs(node)], (*made.inputs, *made.outputs), strict=True
+                ):
                     offer(v, kind)
     return found

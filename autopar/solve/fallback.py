@@ -27,7 +27,9 @@ def report_opaque(flow: Flow, found: Candidates, solution: Solution, axis: str, 
         dims = ", ".join(f"dim {t.dim} of {list(flow.values[v].spec.shape)}" for v, t in gathered)
         what = f"{_place(node)}: {node.target} has no sharding rule; its input is sharded over {axis} ({dims})"
         if strict:
-            raise AutoparError("no-rule", what, "leave strict off to compute it whole, or write it with ops that have a rule")
+            raise AutoparError(
+                "no-rule", what, "leave strict off to compute it whole, or write it with ops that have a rule"
+            )
         messages.append(f"{what}. It is gathered ({size} bytes) and computed whole on every rank.")
     return messages
 

@@ -99,7 +99,8 @@ def _one_strategy(build: _Build, flow: Flow, choices: Choices) -> dict[fx.Node, 
     for at, (node, weight) in enumerate(flow.ops):
         options = choices.strategies[node]
         s[node] = [
-            build.var(weight * choices.op_price(node, a) + TIE * (k + 1) * (1 + at % 7), True) for k, a in enumerate(options)
+            build.var(weight * choices.op_price(node, a) + TIE * (k + 1) * (1 + at % 7), True)
+            for k, a in enumerate(options)
         ]
         build.equal(dict.fromkeys(s[node], 1.0), 1.0)
     return s

@@ -10,7 +10,7 @@ ALONG = frozenset({aten.layer_norm.default, aten.rms_norm.default, ops.dropout, 
 
 
 def residual_stream(flow: Flow) -> set[int]:
-    """Values of the residual stream of every block: arguments that a block also returns, and what is pointwise with them.
+    """Values of the residual streams: arguments that a block also returns, and what is pointwise with them.
 
     With tensor parallelism alone the stream stays whole: its features are sharded only inside the products of a layer.
     """
@@ -27,8 +27,12 @@ def residual_stream(flow: Flow) -> set[int]:
                 found.add(flow.of(node))
     for node, _ in flow.ops:  # in the order of each graph
         outs = [v for v in flow.outputs(node) if v is not None]
-        if _pointwise(node) and len(outs) == 1 and any(
-            v in found and flow.values[v].spec.shape == flow.values[outs[0]].spec.shape for v in flow.inputs(node)
+        if (
+            _pointwise(node)
+            and len(outs) == 1
+            and any(
+                v in found and flow.values[v].spec.shape == flow.values[outs[0]].spec.shape for v in flow.inputs(node)
+            )
         ):
             found.add(outs[0])
     return found

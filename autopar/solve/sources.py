@@ -13,7 +13,8 @@ from autopar.solve.flow import Flow, is_op
 
 PRODUCTS = frozenset(
     {
-        aten.linear.default, aten.addmm.default, aten.mm.default, aten.bmm.default, aten.baddbmm.default, aten.mv.default,
+        aten.linear.default, aten.addmm.default, aten.mm.default, aten.bmm.default, aten.baddbmm.default,
+        aten.mv.default,
         aten.matmul.default, aten.convolution.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
         aten.embedding.default,
     }
@@ -21,8 +22,8 @@ PRODUCTS = frozenset(
 MOVES = frozenset(
     {
         aten.reshape.default, aten.view.default, aten.transpose.int, aten.t.default, aten.permute.default,
-        aten.split_with_sizes.default, aten.unsqueeze.default, aten._to_copy.default, aten.select.int, aten.expand.default,
-        aten.cat.default, aten.slice.Tensor,
+        aten.split_with_sizes.default, aten.unsqueeze.default, aten._to_copy.default, aten.select.int,
+        aten.expand.default, aten.cat.default, aten.slice.Tensor,
     }
 )  # fmt: skip
 NORMS = frozenset({aten.layer_norm.default, aten.rms_norm.default, aten.rsqrt.default})
@@ -113,7 +114,7 @@ def weight_seeds(flow: Flow, weights: set[int], mesh: Mesh, axis: str) -> Iterat
 
 
 def within(dim: int, length: int, major: int, ways: int) -> Shard | None:
-    """A shard over ``ways`` of runs that ``major`` coordinates already share; uneven only where there is no major axis."""
+    """A shard over ``ways`` of runs that ``major`` coordinates share; uneven only where there is no major axis."""
     if major == 1:
         return plain_shard(dim, length, ways)
     if length % (major * ways):
@@ -152,7 +153,7 @@ def grouped(flow: Flow) -> list[tuple[fx.Node, int, int]]:
 
 
 def repeats(flow: Flow) -> list[tuple[fx.Node, int, int]]:
-    """(reshape node, merged size, groups): dims repeated by ``expand`` and merged, as hand-written grouped attention does."""
+    """(expand node, merged size, groups): dims repeated and merged, as hand-written grouped attention does."""
     found = []
     makers = {flow.at[key]: key[0] for key in flow.at if is_op(key[0])}
     for node, _ in flow.ops:
@@ -168,5 +169,3 @@ def repeats(flow: Flow) -> list[tuple[fx.Node, int, int]]:
             if before[d - 1] * after[d] in node.meta["spec"].shape:
                 found.append((source, before[d - 1] * after[d], before[d - 1]))
     return found
-
-

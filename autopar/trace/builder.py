@@ -208,9 +208,9 @@ def _traced(function: Callable[..., Any], metas: list[Tensor]) -> fx.GraphModule
     with torch.no_grad():
         module = make_fx(torch.func.functionalize(function, remove="mutations"))(*metas)
         if any(n.op == "call_function" and _mutates(n.target) for n in module.graph.nodes):
-            # kernels that torch writes in C++ (quantile, gru) mutate what they made themselves, below that functionalization
+            # kernels that torch writes in C++ (quantile, gru) mutate what they made, below that functionalization
             with enable_python_dispatcher():
-                module = make_fx(dispatch_functionalize(function))(*metas)  # type: ignore[no-untyped-call]
+                module = make_fx(dispatch_functionalize(function))(*metas)
     return module
 
 

@@ -298,15 +298,15 @@ def _native_batch_norm(b: Builder, x: fx.Node, w: Any, bias: Any, mean: Any, var
 def _instance_norm(
     b: Builder, x: fx.Node, w: Any, bias: Any, mean: Any, var: Any, of_input: bool, momentum: float, eps: float, *_: Any
 ) -> Any:
-    """Statistics of every row and channel, or the running ones. The op moves those in place, which its schema hides from the trace."""
+    """Statistics of each row and channel, or the running ones, which the op moves in place: its schema does not say so."""
     if not of_input:
         return b.inline(_batch_norm_eval, x, w, bias, mean, var, eps)
     if mean is not None:
         where = b.like.meta if b.like is not None else {}
         raise AutoparError(
             "unsupported-op",
-            f"{where.get('module') or 'the model'}: {where.get('source')}: instance_norm with running statistics in training",
-            "build it with track_running_stats=False, or call eval() on the layer",
+            f"{where.get('module') or 'the model'}: {where.get('source')}: instance_norm with running statistics in
+            training", "build it with track_running_stats=False, or call eval() on the layer",
         )
     return b.inline(_group_norm, x, w, bias, shape(x)[1], eps)
 

@@ -199,19 +199,20 @@ def _row_major(s: tuple[int, ...]) -> list[int]:
 def _strided(b: Builder, x: fx.Node, size: Any, stride: Any, offset: Any) -> tuple[int, fx.Node]:
     """(how many dims in front are taken as they are, places in the others flattened), for a tensor in row-major order."""
     s, size, stride, offset = shape(x), list(size), list(stride), offset or 0
-    val = b.like.args[0].meta.get("val") if b.like is not None and b.like.args and isinstance(b.like.args[0], fx.Node) else None
+    first = b.like.args[0] if b.like is not None and b.like.args else None
+    val = first.meta.get("val") if isinstance(first, fx.Node) else None
     own = _row_major(s)
     ahead = 0
-    while offset == 0 and ahead < len(size) - 1 and ahead < len(s) - 1 and (size[ahead], stride[ahead]) == (s[ahead], own[ahead]):
+    while offset == 0 and ahead < min(len(size), len(s)) - 1 and (size[ahead], stride[ahead]) == (s[ahead], own[ahead]):
         ahead += 1
     reach = offset + sum((n - 1) * step for n, step in zip(size[ahead:], stride[ahead:]))
     if (isinstance(val, torch.Tensor) and not val.is_contiguous()) or reach >= math.prod(s[ahead:]):
-        where = b.like.meta if b.like is not None else {}
+        meta = b.like.meta if b.like is not None else {}
+        where = f"{meta.get('module') or 'the model'}: {meta.get('source')}"
         raise AutoparError(
-            "unsupported-op",
-            f"{where.get('module') or 'the model'}: {where.get('source')}: as_strided (or fill_diagonal_) of a view that is not contiguous",
+            "unsupported-op", f"{where}: as_strided (or fill_diagonal_) of a view that is not contiguous",
             "call contiguous() first, or use unfold, diagonal or indexing",
-        )
+        )  # fmt: skip
 
     def places() -> torch.Tensor:
         at = torch.full((), offset)

@@ -167,7 +167,8 @@ def _refuse_symbolic(node: fx.Node) -> None:
     if symbolic:
         raise AutoparError(
             "data-dependent-control-flow",
-            f"{node.meta['module'] or 'the model'}: {node.meta['source']}: {node.target} gives a number that depends on tensor values",
+            f"{node.meta['module'] or 'the model'}: {node.meta['source']}: {node.target} gives a number that depends"
+            " on tensor values",
             "keep it a tensor (torch.where, torch.cond), or compute it outside and pass it as a Python value",
         )
 

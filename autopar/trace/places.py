@@ -19,8 +19,8 @@ TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
 def is_user(path: str) -> bool:
     """Whether a file is the user's or a model library's: neither Python's, torch's nor the compiler's own."""
-    installed = "site-packages" in path
-    return not path.startswith((TORCH + os.sep, OURS + os.sep, "<")) and (installed or not path.startswith(PYTHON + os.sep))
+    own = path.startswith((TORCH + os.sep, OURS + os.sep, "<"))
+    return not own and ("site-packages" in path or not path.startswith(PYTHON + os.sep))
 
 
 def module_of(node: fx.Node) -> str:

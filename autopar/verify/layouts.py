@@ -18,8 +18,9 @@ from autopar.verify.structure import fault
 def check_layouts(program: Program, after: str = "") -> None:
     """Recompute each node's types on each axis.
 
-    Raises AutoparError ``layout-mismatch`` where a reader gets another layout than it is computed for, or an op cannot make
-    its output from its inputs (a partial value that meets a nonlinear op, a missing or doubled conversion), ``input-layout``
+    Raises AutoparError ``layout-mismatch`` where a reader gets another layout than it is computed for, or an op
+    cannot make its output from its inputs (a partial value that meets a nonlinear op, a missing or doubled conversion),
+    ``input-layout``
     and ``param-layout`` where the program takes an input or a parameter in another way than its caller holds it, and
     ``output-layout`` where it returns something that is not what its caller expects.
     """
@@ -41,7 +42,9 @@ def _check_op(axes: list[str], graph: fx.Graph, node: fx.Node, name: str, after:
         x, axis, src, dst = node.args
         have = layout_of(x)  # type: ignore[arg-type]
         if not equal(have.get(axis), src, x) or have.having(axis, dst) != have.having(axis, layouts(node)[0].get(axis)):  # type: ignore[arg-type]
-            raise fault("layout-mismatch", graph, node, f"converts from {src}, but its input is {have.get(axis)}", name, after)  # type: ignore[arg-type]
+            raise fault(
+                "layout-mismatch", graph, node, f"converts from {src}, but its input is {have.get(axis)}", name, after
+            )  # type: ignore[arg-type]
         if any(layouts(node)[0].get(a) != t for a, t in have.types if a != axis):
             raise fault("layout-mismatch", graph, node, "changes another axis too", name, after)
         return
@@ -81,7 +84,14 @@ def _check_call(program: Program, node: fx.Node, after: str) -> None:
 def _same(graph: fx.Graph, node: fx.Node, have: Layout, want: Layout, value: fx.Node, after: str) -> None:
     for axis, kind in want.types:
         if not equal(have.get(axis), kind, value):
-            raise fault("layout-mismatch", graph, node, f"{value} is {have.get(axis)} on {axis}, its reader wants {kind}", "", after)
+            raise fault(
+                "layout-mismatch",
+                graph,
+                node,
+                f"{value} is {have.get(axis)} on {axis}, its reader wants {kind}",
+                "",
+                after,
+            )
 
 
 def rows_of(program: Program, axis: str, batch_dim: int | None) -> Type:

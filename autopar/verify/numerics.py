@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.compile import Variant, check_axes, only_loss
 from autopar.emit.module import ParallelModule
 from autopar.emit.params import Place, initialise
-from autopar.errors import AutoparError
 from autopar.ir.evaluate import evaluate
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
@@ -29,16 +28,16 @@ from autopar.trace.tracing import batch_dims_of
 from autopar.verify.order import check_order
 from autopar.verify.widen import quiet, widen
 
-NOISE = 1e-4  # a gradient below this part of the largest is measured against it: those of key biases are zero but for rounding
-FAITHFUL = 1e-4  # the traced program against the model itself, both in the model's own dtypes
+NOISE = 1e-4  # a gradient below this part of the largest is measured against it: those of key biases are zero but for
+rounding FAITHFUL = 1e-4  # the traced program against the model itself, both in the model's own dtypes
 
 
 @dataclass
 class Report:
     """Relative error of every tensor: max|Δ| over the largest value of the unsharded one.
 
-    ``errors`` holds ``loss``, ``output.N``, ``grad.NAME``, ``buffer.NAME`` (the worst rank of each) and ``trace.N``, the traced
-    program against the model. ``ok`` if all are within tolerance.
+    ``errors`` holds ``loss``, ``output.N``, ``grad.NAME``, ``buffer.NAME`` (the worst rank of each) and ``trace.N``,
+    the traced program against the model. ``ok`` if all are within tolerance.
     """
 
     errors: dict[str, float]
@@ -49,7 +48,9 @@ class Report:
     @property
     def failed(self) -> dict[str, float]:
         """The errors that are over tolerance."""
-        return {n: e for n, e in self.errors.items() if not e <= (FAITHFUL if n.startswith("trace") else self.tolerance)}
+        return {
+            n: e for n, e in self.errors.items() if not e <= (FAITHFUL if n.startswith("trace") else self.tolerance)
+        }
 
     @property
     def ok(self) -> bool:
@@ -86,7 +87,11 @@ def verify(
         fp64: compute in double precision in both, explicit casts to float32 included.
         tolerance: 1e-10 in fp64, else 1e-4.
     """
-    sizes = Mesh.of(dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape))) if isinstance(mesh, DeviceMesh) else Mesh.parse(mesh)
+    sizes = (
+        Mesh.of(dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape)))
+        if isinstance(mesh, DeviceMesh)
+        else Mesh.parse(mesh)
+    )
     check_axes(sizes)
     bench = _Bench(model, sizes, args, dict(kwargs or {}), loss, batch_dims, Strategy.of(strategy), fp64)
     return bench.report(tolerance if tolerance is not None else (1e-10 if fp64 else 1e-4))
@@ -119,7 +124,9 @@ class _Bench:
 
     def cut(self, index: int) -> list[Tensor]:
         """The inputs of data rank ``index``."""
-        return [t if d is None else t.tensor_split(self.sizes.data_size, d)[index] for t, d in zip(self.inputs, self.dims)]
+        return [
+            t if d is None else t.tensor_split(self.sizes.data_size, d)[index] for t, d in zip(self.inputs, self.dims)
+        ]
 
     def values(self, model: nn.Module, traced: Traced) -> dict[str, Tensor]:
         """Copies of the model's tensors by first name, parameters as leaves."""
@@ -151,7 +158,9 @@ class _Bench:
             check_order(p[only] for p in local)
         found = run_ranks(self.sizes, lambda rank: self.rank(rank, programs, local[rank]))
         errors: dict[str, float] = {}
-        largest = max((float(g.abs().max()) for n, g in want.items() if n.startswith("grad.") and g is not None), default=0.0)
+        largest = max(
+            (float(g.abs().max()) for n, g in want.items() if n.startswith("grad.") and g is not None), default=0.0
+        )
         for rank, got in enumerate(found):
             for name, value in got.items():
                 expected = self.expected(name, want[name], rank)
@@ -173,7 +182,9 @@ class _Bench:
         """Loss, outputs, gradients and buffers of the whole program."""
         values = self.values(self.model, self.traced)
         outputs = evaluate(self.traced.program, values, [t.clone() for t in self.inputs])
-        return self.collect(self.traced.program, outputs, lambda: {n: v.grad for n, v in values.items() if v.requires_grad})
+        return self.collect(
+            self.traced.program, outputs, lambda: {n: v.grad for n, v in values.items() if v.requires_grad}
+        )
 
     def collect(
         self,
@@ -221,7 +232,9 @@ class _Bench:
     ) -> dict[str, Tensor | None]:
         """Everything that one rank computes, whole gradients included."""
         structure = self.plain.structure
-        fixed = _Fixed({only: Variant(local[only], structure, self.traced.constants, p) for only, p in programs.items()})
+        fixed = _Fixed(
+            {only: Variant(local[only], structure, self.traced.constants, p) for only, p in programs.items()}
+        )
         place = Place.of(programs[True].mesh, device_mesh(programs[True].mesh))
         tensors = initialise(self.model, local[False].params, place, self.traced.constants)
         pm = ParallelModule(fixed, local[False], place, tensors, {**place.axes, "rng": Streams(0)})
@@ -230,7 +243,9 @@ class _Bench:
         has_loss = any(o.kind == "loss" for o in local[True].outputs)
         before = {n: b.detach().clone() for n, b in pm.named_buffers()}
         with torch.enable_grad():
-            out = self.collect(local[False], pm._run(args, kwargs, loss_only=False)[1], pm.full_gradients, backward=not has_loss)
+            out = self.collect(
+                local[False], pm._run(args, kwargs, loss_only=False)[1], pm.full_gradients, backward=not has_loss
+            )
             if has_loss:
                 for n, b in pm.named_buffers():
                     b.copy_(before[n])

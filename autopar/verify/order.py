@@ -8,7 +8,6 @@ from autopar.errors import AutoparError
 from autopar.ir.program import Program
 
 
-
 def check_order(programs: Iterable[Program]) -> None:
     """Compare the LOCAL programs of several ranks. Raises AutoparError ``collective-order`` at the first difference."""
     programs = list(programs)
@@ -23,7 +22,9 @@ def check_order(programs: Iterable[Program]) -> None:
 
 
 def _differ(a: Program, b: Program, why: str) -> AutoparError:
-    return AutoparError("collective-order", f"ranks {a.at} and {b.at}: {why}", "this is a fault of a pass, please report it")
+    return AutoparError(
+        "collective-order", f"ranks {a.at} and {b.at}: {why}", "this is a fault of a pass, please report it"
+    )
 
 
 def collectives(program: Program) -> Iterator[tuple[str, ...]]:

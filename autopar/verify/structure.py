@@ -48,5 +48,11 @@ def fault(slug: str, graph: fx.Graph, node: fx.Node, why: str, block: str, after
 
 def _line(node: fx.Node) -> str:
     layout = node.meta.get("layout")
-    kinds = "" if layout is None else f"  {layout}" if isinstance(layout, tuple) else f"  {dict((a, str(t)) for a, t in layout.types)}"
+    kinds = (
+        ""
+        if layout is None
+        else f"  {layout}"
+        if isinstance(layout, tuple)
+        else f"  {dict((a, str(t)) for a, t in layout.types)}"
+    )
     return (node.format_node() or node.name)[:160] + kinds

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from autopar.ir import ops
-from autopar.ir.program import Program, Spec
+from autopar.ir.program import Spec
 from autopar.rules.arguments import with_arguments
 from autopar.trace import Traced
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import autopar
 from autopar import AutoparError
+from autopar.strategy import LATER
 from tests.api.models import WIDTH, Attention, Lm, Mlp, Odd, batch, features, seeded, squares
 from tests.ranks import Ranks
 
@@ -57,9 +58,6 @@ def test_torch_distributed_is_not_initialized() -> None:
 @pytest.mark.parametrize(
     ("strategy", "slug", "words"),
     [
-        ("zero=3", "unsupported-strategy", ["zero=3"]),
-        ("precision=bf16", "unsupported-strategy", ["precision"]),
-        ("recompute=full", "unsupported-strategy", ["recompute"]),
         ("sequence", "bad-strategy", ["sequence"]),
         ("passes=no-such-pass", "bad-pipeline", ["no-such-pass"]),
         ("hardware=abacus", "unknown-hardware", ["abacus"]),
@@ -70,6 +68,13 @@ def test_strategies(strategy: str, slug: str, words: list[str]) -> None:
         make("dp=1", strategy)
     assert raised.value.slug == slug
     assert all(word in raised.value.message for word in words)
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_strategies_of_later_versions(name: str) -> None:
+    with pytest.raises(AutoparError, match=f"Strategy\\({name}='other'\\)") as raised:
+        autopar.Strategy(**{name: "other"})
+    assert raised.value.slug == "unsupported-strategy"
 
 
 def test_module_that_was_not_called() -> None:

@@ -16,7 +16,7 @@ WIDTH, VOCABULARY = 16, 24
 
 
 class Fused(nn.Module):
-    """A tied language model with fused q, k, v, grouped queries, dropout, a buffer and a frozen, a 0-d and an odd parameter."""
+    """A tied language model: fused q, k, v, grouped queries, dropout, a buffer, frozen, 0-d and odd parameters."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()

@@ -65,7 +65,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("at", ["sign", "put", "write data", "set aside"])
 def test_what_was_not_finished_is_never_taken(at: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed between files and manifest, between manifest and renaming, in the middle of a file, between two renamings."""
+    """Killed between files and manifest, between manifest and renaming, while writing, between two renamings."""
 
     def first(pm: ParallelModule, place: Place) -> Any:
         pm.save(step_folder(tmp_path, 1), step=1)
@@ -159,7 +159,9 @@ def test_a_series_keeps_the_newest(tmp_path: pathlib.Path) -> None:
     assert json.loads((tmp_path / "step-11" / "autopar.json").read_text())["step"] == 12
 
 
-def test_asynchronous_saving_keeps_the_state_of_the_call(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asynchronous_saving_keeps_the_state_of_the_call(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go, written = threading.Event(), save.FileSystemWriter.write_data
 
     def later(*args: Any) -> Any:
@@ -198,7 +200,9 @@ def test_asynchronous_saving_keeps_the_state_of_the_call(tmp_path: pathlib.Path,
         assert c == count
 
 
-def test_the_next_save_waits_and_errors_reach_every_rank(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_save_waits_and_errors_reach_every_rank(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = save.FileSystemWriter.write_data
 
     def full(self: Any, plan: Any, planner: Any) -> Any:

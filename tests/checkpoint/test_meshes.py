@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import autopar
+from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
 from tests.checkpoint.models import MODELS, adamw, agree, batch, moments, parallel, train
 from tests.ranks import Ranks
@@ -90,7 +92,9 @@ def test_readable_by_original_names_without_autopar(ranks: Ranks, model: str, tm
     agree({n: t for n, t in found.items() if n not in tied and n != "calls"}, params)
     first = "embed.weight" if model == "fused" else "model.embed_tokens.weight"
     assert torch.equal(found[tied.pop()], params[first])
-    pieces = [e for e in dcp.FileSystemReader(tmp_path / "c").read_metadata().storage_data.items() if "/" not in e[0].fqn]
+    pieces = [
+        e for e in dcp.FileSystemReader(tmp_path / "c").read_metadata().storage_data.items() if "/" not in e[0].fqn
+    ]
     places = {(s.relative_path, s.offset) for _, s in pieces}
     assert len(places) < len(pieces)  # the tied name stands for the same bytes
     assert len({path for path, _ in places}) == 4  # every rank writes a share
@@ -117,6 +121,41 @@ def test_other_optimizers(ranks: Ranks, tmp_path: pathlib.Path) -> None:
         for name in OPTIMIZERS:
             agree(got[name][0], want[name][0])
             assert got[name][1] == pytest.approx(want[name][1], rel=1e-4, abs=1e-5), name
+
+
+def alone(folder: pathlib.Path, others_train: bool) -> None:
+    pm = parallel("fused", "tp=2")
+    if dist.get_rank() == 0:
+        pm.save(folder)
+    elif others_train:
+        train(pm, adamw(pm), "fused", "tp=2", START)
+
+
+def test_save_is_collective_and_says_so(ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    for error in ranks.refused(2, "rank-mismatch", alone, tmp_path / "c", True):
+        assert "ranks" in error.message
+    first = ranks.answers(2, alone, tmp_path / "c", False)[0].error
+    assert isinstance(first, AutoparError) and first.slug == "rank-silent" and "call save on every rank" in str(first)
+    assert list(tmp_path.iterdir()) == []
+
+
+def later(folder: pathlib.Path) -> Any:
+    """Asynchronous, with the training's collectives in between."""
+    pm = parallel("fused", "dp=2,tp=2")
+    optimizer = adamw(pm)
+    train(pm, optimizer, "fused", "dp=2,tp=2", START)
+    want = state(pm, optimizer)
+    saving = pm.save(folder, optimizer, step=2, asynchronous=True)
+    train(pm, optimizer, "fused", "dp=2,tp=2", NEXT)
+    assert saving.wait() == folder and saving.done()
+    pm.load(folder, optimizer)
+    return want, state(pm, optimizer)
+
+
+def test_asynchronous_saving_between_processes(ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    for want, got in ranks.run(4, later, tmp_path / "c", timeout=120.0):
+        for a, b in zip(got, want):
+            agree(a, b)
 
 
 def test_one_process_without_groups(tmp_path: pathlib.Path) -> None:

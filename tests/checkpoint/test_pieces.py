@@ -1,4 +1,4 @@
-"""Parameters that an engine cuts once more over data axes, as ``fully_shard`` does: every element written once, in place."""
+"""Parameters that an engine cuts once more over data axes, as ``fully_shard`` does: every element is written once."""
 
 from typing import Any
 

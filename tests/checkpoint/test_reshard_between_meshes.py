@@ -1,4 +1,4 @@
-"""Save on tp=2, dp=2 after two steps with AdamW; load on dp=4 and on one process: the next step is the unsharded model's."""
+"""Save on tp=2, dp=2 after two AdamW steps; load on dp=4 and on one process: the next step is the unsharded model's."""
 
 import pathlib
 from typing import Any
