@@ -17,7 +17,7 @@ _STEP = re.compile(r"step-(\d+)")
 
 def write(path: Path, data: bytes) -> None:
     """Write a file that is there whole or not at all."""
-    part = path.with_name(f"{path.name}.part")
+    part = path.with_name(f".part-{path.name}")
     with part.open("wb") as file:
         file.write(data)
         file.flush()

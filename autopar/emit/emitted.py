@@ -132,9 +132,9 @@ def on_device(graph: fx.Graph, device: torch.device) -> None:
     """Ops that make tensors from nothing make them on ``device``."""
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
-        if device.type != "cpu" and schema is not None and not node.all_input_nodes:
-            if any(a.name == "device" for a in schema.arguments):
-                node.kwargs = {**node.kwargs, "device": device}
+        makes = schema is not None and not node.all_input_nodes and any(a.name == "device" for a in schema.arguments)
+        if makes and device.type != "cpu":
+            node.kwargs = {**node.kwargs, "device": device}
 
 
 def _runner(skeleton: Skeleton, site: Site, call: Call) -> Callable[..., Any]:

@@ -167,8 +167,8 @@ def wrap(local: Tensor, param: Param, place: Place) -> Tensor:
     """
     held = held_of(param, place.mesh)
     spread = {a for a, _ in held.layout.shards()}
-    assert not any(place.mesh.is_data(a) and place.mesh.size(a) > 1 for a in spread), (param.name, "lies on a data
-    axis") is_parameter = param.kind == "parameter"
+    assert not any(place.mesh.is_data(a) and place.mesh.size(a) > 1 for a in spread), param.name
+    is_parameter = param.kind == "parameter"
     if param.chunk is not None:
         out = on_mesh(local, param, *spread_over(param, place, param.chunk.ways))
         restore_class(out, param, place)

@@ -305,8 +305,8 @@ def _instance_norm(
         where = b.like.meta if b.like is not None else {}
         raise AutoparError(
             "unsupported-op",
-            f"{where.get('module') or 'the model'}: {where.get('source')}: instance_norm with running statistics in
-            training", "build it with track_running_stats=False, or call eval() on the layer",
+            f"{where.get('module') or 'the model'}: {where.get('source')}: instance_norm trains running statistics",
+            "build it with track_running_stats=False, or call eval() on the layer",
         )
     return b.inline(_group_norm, x, w, bias, shape(x)[1], eps)
 

@@ -28,8 +28,8 @@ from autopar.trace.tracing import batch_dims_of
 from autopar.verify.order import check_order
 from autopar.verify.widen import quiet, widen
 
-NOISE = 1e-4  # a gradient below this part of the largest is measured against it: those of key biases are zero but for
-rounding FAITHFUL = 1e-4  # the traced program against the model itself, both in the model's own dtypes
+NOISE = 1e-4  # of the largest gradient: smaller ones are measured against this (key biases' are zero but for rounding)
+FAITHFUL = 1e-4  # the traced program against the model itself, both in the model's own dtypes
 
 
 @dataclass

@@ -53,6 +53,6 @@ def _line(node: fx.Node) -> str:
         if layout is None
         else f"  {layout}"
         if isinstance(layout, tuple)
-        else f"  {dict((a, str(t)) for a, t in layout.types)}"
+        else f"  { {a: str(t) for a, t in layout.types} }"
     )
     return (node.format_node() or node.name)[:160] + kinds
