@@ -131,7 +131,8 @@ def _held_whole(program: Program, flow: Flow, weights: set[int]) -> list[str]:
     for v in sorted(weights):
         name = flow.values[v].key[0].meta["param"]
         layout = program.params[name].layout
-        if layout is not None and not any(isinstance(layout.get(a), Shard) for a in parts):
+        held = program.params[name].kind == "parameter"
+        if held and layout is not None and not any(isinstance(layout.get(a), Shard) for a in parts):
             whole.append(f"{name} {list(flow.values[v].spec.shape)}")
     if not whole or program.mesh.size("tp") == 1:
         return []

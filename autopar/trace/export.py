@@ -11,7 +11,7 @@ from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from autopar.errors import AutoparError, AutoparWarning
+from autopar.errors import AutoparError
 from autopar.ir.program import Param, Spec
 from autopar.trace import places
 from autopar.trace.backward import watched
@@ -176,9 +176,10 @@ def _export(traced: nn.Module, wrapper: "_Flat", flat: list[Tensor], params: Nam
 
 
 def _say_checkpoints(found: list[str], notes: list[str]) -> None:
-    text = f"activation checkpointing inside the model ({', '.join(sorted(set(found)))}) does not survive the trace"
-    notes.append(text)
-    warnings.warn(f"{text}; use the pass recompute instead", AutoparWarning, stacklevel=4)
+    where = ", ".join(sorted(set(found)))
+    notes.append(
+        f"activation checkpointing inside the model ({where}) vanishes in the trace; use the recompute pass instead"
+    )
 
 
 def _inline_no_grad(module: fx.GraphModule) -> None:

@@ -157,6 +157,7 @@ def _keyless(rows: list[Any], run: Run) -> Iterable[Any]:
 
 def _block_graph(runs: list[Run], results: list[int]) -> fx.Graph:
     first = runs[0]
+    head = first.container if len(runs) > 1 else first.path
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for i, value in enumerate(first.values):
@@ -171,7 +172,7 @@ def _block_graph(runs: list[Run], results: list[int]) -> fx.Graph:
     for node in first.nodes:
         new = env[node] = graph.node_copy(node, lambda n: env[n])
         new.meta = dict(node.meta)
-        new.meta["module"] = first.container + _plain(node.meta["call"]).removeprefix(first.path)
+        new.meta["module"] = head + _plain(node.meta["call"]).removeprefix(first.path)
         new.meta["call"] = first.container + node.meta["call"].removeprefix(first.call)
     graph.output(tuple(env[first.nodes[i]] for i in results))
     return graph

@@ -35,7 +35,7 @@ CASES = [
     Case("lora_fsdp", "dp=2", train=2, optimizer="adamw"),
     Case("train_eval_baked", "tp=2"),
     Case("shapes_change_after_trace", "tp=2", others=((4, 12), (2, 8), (1, 8))),
-    Case("checkpoint_dropped", "tp=2", warns=("checkpointing", "checkpointing")),
+    Case("checkpoint_dropped", "tp=2", warns=("checkpointing",)),
     Case("mutated_buffers", "tp=2", calls=2),
     Case("structured_io", "tp=2"),
     Case("unsupported_op_names_module", "tp=2"),
