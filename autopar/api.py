@@ -26,7 +26,7 @@ from autopar.trace.blueprint import blueprint
 
 def parallelize(
     model: nn.Module,
-    mesh: DeviceMesh | str,
+    mesh: DeviceMesh | str | Mapping[str, int],
     args: tuple[Any, ...] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -41,7 +41,8 @@ def parallelize(
 
     Args:
         model: any module; it is read, never changed. Its weights may be on the meta device.
-        mesh: a DeviceMesh with axis names among pp, dp, ep, cp, tp, or text such as "dp=2,tp=4".
+        mesh: a DeviceMesh with axis names among pp, dp, ep, cp, tp, or sizes
+            by axis as text, "dp=2,tp=4", or as a dict.
         args, kwargs: this rank's example inputs, as in ``torch.export``; the model's own ``dummy_inputs`` where
             absent; a model without them is compiled at its first call.
         loss: from the model's output to a scalar; by default the output's ``loss``, or a scalar output.
@@ -89,7 +90,7 @@ def parallelize(
     return build(*example) if example is not None else Deferred(build)
 
 
-def resolve(mesh: DeviceMesh | str, device: str) -> tuple[Mesh, DeviceMesh | None]:
+def resolve(mesh: DeviceMesh | str | Mapping[str, int], device: str) -> tuple[Mesh, DeviceMesh | None]:
     """The mesh's sizes, and its DeviceMesh (None for one rank alone). Raises AutoparError ``bad-mesh``."""
     if isinstance(mesh, DeviceMesh):
         names = mesh.mesh_dim_names or ()
@@ -97,7 +98,7 @@ def resolve(mesh: DeviceMesh | str, device: str) -> tuple[Mesh, DeviceMesh | Non
             fix = "init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
             raise AutoparError("bad-mesh", "the DeviceMesh has no axis names", fix)
         return Mesh.of(dict(zip(names, mesh.mesh.shape))), mesh
-    sizes = Mesh.parse(mesh)
+    sizes = Mesh.of(mesh) if isinstance(mesh, Mapping) else Mesh.parse(mesh)
     world = dist.get_world_size() if dist.is_initialized() else 1
     if sizes.world != world:
         started = "" if dist.is_initialized() else " (torch.distributed is not initialized)"
@@ -118,6 +119,9 @@ def example_of(
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]] | None:
     """The example inputs, or the model's own ``dummy_inputs``; None where there are neither."""
     if args is not None or kwargs is not None:
+        if not isinstance(args, (tuple, list, type(None))) or not isinstance(kwargs, (Mapping, type(None))):
+            why = f"args is a {type(args).__name__}, kwargs a {type(kwargs).__name__}"
+            raise AutoparError("input-structure", why, "args=(tensor, ...), kwargs={'name': tensor}, as in torch.export")
         return tuple(args or ()), dict(kwargs or {})
     own = getattr(model, "dummy_inputs", None)
     return ((), own) if isinstance(own, Mapping) else None

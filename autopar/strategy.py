@@ -102,5 +102,9 @@ class Strategy:
 
 def _value(text: str, default: object) -> object:
     if isinstance(default, bool):
-        return text.lower() in ("", "true", "1", "yes")
+        known = {"": True, "true": True, "1": True, "false": False, "0": False}
+        if text.lower() not in known:
+            fix = "write field, field=true or field=false"
+            raise AutoparError("bad-strategy", f"{text!r} is neither true nor false", fix)
+        return known[text.lower()]
     return int(text) if isinstance(default, int) else (int(text) if text.isdigit() else text)

@@ -185,12 +185,12 @@ class Describer:
         row = row_of(node)
         if row is None:
             flops = self.flops(node)
-            return _scaled(flops, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")) if flops else ""
+            return scaled(flops, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")) if flops else ""
         first = specs(node)[0]
         gradient = first is None or (first.is_float and node.meta.get("diff", True))
         if not (row.forward or (row.backward and gradient)):
             return ""
-        text = _scaled(self._whole(node), 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+        text = scaled(self._whole(node), 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
         return text if row.forward else f"backward {text}"
 
     def _whole(self, node: fx.Node) -> int:
@@ -225,7 +225,7 @@ MATMULS = {
 }  # fmt: skip
 
 
-def _scaled(amount: int, base: int, units: tuple[str, ...]) -> str:
+def scaled(amount: int, base: int, units: tuple[str, ...]) -> str:
     """Three significant digits with a unit: ``64 MiB``, ``0.27 TFLOP``."""
     power = 0
     while amount >= base ** (power + 1) and power < len(units) - 1:

@@ -13,6 +13,7 @@ from torch import fx
 
 from autopar.errors import AutoparError
 from autopar.ir.describe import Describer, dtype_name
+from autopar.ir.engine_text import held, rows, title
 from autopar.ir.export import to_dot, to_json, to_python
 from autopar.ir.layout import Layout
 from autopar.ir.names import fold
@@ -43,7 +44,7 @@ def print_program(program: Program, *, format: str = "text", rank: int | None = 
         return to_json(program, chosen, plain)
     if format == "dot":
         return to_dot(chosen, plain)
-    parts = [] if block is not None else [_header(program), _parameters(program)]
+    parts = [] if block is not None else [_header(program), _parameters(program), _engine(program)]
     parts += [_graph(program, name, graph, _numbered(graph, plain)) for name, graph in chosen.items()]
     return "\n\n".join(p for p in parts if p) + "\n"
 
@@ -112,7 +113,8 @@ def _header(program: Program) -> str:
     at = f" at {', '.join(f'{a}={c}' for a, c in program.at.items())}" if program.at else ""
     sizes = f" as {','.join(f'{a}={n}' for a, n in mesh.axes)}" if mesh.axes != mesh.user_axes else ""
     lines = [f"program {program.form.name} on mesh {mesh}{sizes} ({mesh.world} ranks){at}"]
-    rows = [("block", name, f"× {len(program.calls_of(name))}") for name in program.blocks]
+    again = {n: f", recomputes {b.recompute}" if b.recompute != "none" else "" for n, b in program.blocks.items()}
+    rows = [("block", name, f"× {len(program.calls_of(name))}{again[name]}") for name in program.blocks]
     rows += [("input", i.name, _input(i.spec, i.batch_dim)) for i in program.inputs]
     rows += [("note", "", note) for note in program.notes]
     width = max((len(n) for _, n, _ in rows), default=0)
@@ -132,17 +134,24 @@ def _parameters(program: Program) -> str:
     ]
     if not facts:
         return ""
-    rows: list[tuple[str, ...]] = [(name, *fact) for name, fact in fold(facts)]
-    return "parameters\n" + "\n".join(_table(rows, indent="  "))
+    return "parameters\n" + "\n".join(_table([(name, *fact) for name, fact in fold(facts)], indent="  "))
+
+
+def _engine(program: Program) -> str:
+    if program.engine is None:
+        return ""
+    return "\n".join([title(program.engine), *_table(rows(program.engine), indent="  ")])
 
 
 def _remarks(param: Any) -> str:
     kind = [] if param.kind == "parameter" else [param.kind]
     frozen = ["frozen"] if param.kind == "parameter" and not param.trainable else []
-    return ", ".join(kind + frozen + ([f"tied to {', '.join(param.tied)}"] if param.tied else []))
+    return ", ".join(kind + frozen + held(param) + ([f"tied to {', '.join(param.tied)}"] if param.tied else []))
 
 
 def _table(rows: list[tuple[str, ...]], indent: str = "") -> list[str]:
+    if not rows:
+        return []
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [(indent + "  ".join(c.ljust(w) for c, w in zip(row, widths))).rstrip() for row in rows]
 

@@ -1,13 +1,11 @@
 """Which unit reads each parameter, and which unit an engine can gather and reduce it with."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from autopar.ir.program import Param, Program
 
-Users = Mapping[str, set[str]]  # parameter: paths of the units that read it, "" for the outer function
 
-
-def users_of(program: Program) -> Users:
+def users_of(program: Program) -> dict[str, set[str]]:
     """Which unit reads each parameter: the path of the block's call, or "" for the outer function."""
     users: dict[str, set[str]] = {}
     for node in program.graph.nodes:

@@ -56,7 +56,7 @@ class Agreement:
         found = [torch.empty_like(sent) for _ in self.ranks]
         dist.all_gather(found, sent, group=self.group)
         told = [tuple(t.tolist()) for t in found]
-        self._equal([t[0] for t in told], "in model, inputs other than rows, mode or plan")
+        self._equal([t[0] for t in told], "in model (its weights included), inputs other than rows, mode or plan")
         self._equal([t[2] for t in told], "in the values of inputs that have no batch dim")
         by_place: dict[tuple[int, ...], tuple[int, int, int]] = {}
         for at, rank, (_, n, _, rows_sum) in zip(self.mesh, self.ranks, told):

@@ -1,6 +1,6 @@
 """Normal forms of attention, dropout, embeddings and losses."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +48,14 @@ def _embedding(
         where = b.like.meta["module"] if b.like is not None else ""
         raise AutoparError("unsupported-op", f"{where}: embedding with scale_grad_by_freq or sparse", "switch both off")
     return b.emit(aten.embedding.default, w, ids, padding) if padding >= 0 else b.emit(aten.embedding.default, w, ids)
+
+
+@lowering(aten.embedding_bag.default, aten.embedding_bag.padding_idx, aten._embedding_bag.default)
+def _embedding_bag(b: Builder, *args: Any, **kwargs: Any) -> NoReturn:
+    where = b.like.meta.get("module") if b.like is not None else None
+    raise AutoparError(
+        "unsupported-op", f"{where or 'the model'}: EmbeddingBag", "use nn.Embedding and reduce its result over the bag's dim"
+    )
 
 
 @lowering(aten.scaled_dot_product_attention.default)

@@ -1,12 +1,13 @@
 """Checks that every program passes after every pass."""
 
 from autopar.ir.program import Form, Program
+from autopar.verify.engine import check_engine
 from autopar.verify.layouts import check_layouts
 from autopar.verify.structure import check_structure
 
 
 def check_program(program: Program, after: str = "") -> None:
-    """Structure, layouts and (once LOCAL) shapes. Raises AutoparError with the lines around the fault."""
+    """Structure, layouts, shapes (once LOCAL) and the engine (once STAGED). Raises AutoparError with the lines around the fault."""
     check_structure(program, after)
     if Form.ANNOTATED <= program.form <= Form.RESHARDED:
         check_layouts(program, after)
@@ -14,3 +15,5 @@ def check_program(program: Program, after: str = "") -> None:
         from autopar.verify.shapes import check_shapes
 
         check_shapes(program, after)
+    if program.form >= Form.STAGED:
+        check_engine(program, after)

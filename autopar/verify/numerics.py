@@ -1,6 +1,7 @@
 """autopar.verify: every rank in one process, compared with the unsharded model on the global batch."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +27,7 @@ from autopar.trace import Structure, Traced, trace
 from autopar.trace.structure import scan
 from autopar.trace.tracing import batch_dims_of
 from autopar.verify.order import check_order
-from autopar.verify.widen import quiet, widen
+from autopar.verify.widen import WIDE, quiet, wide, widen
 
 NOISE = 1e-4  # of the largest gradient: smaller ones are measured against this (key biases' are zero but for rounding)
 FAITHFUL = 1e-4  # the traced program against the model itself, both in the model's own dtypes
@@ -94,7 +95,8 @@ def verify(
     )
     check_axes(sizes)
     bench = _Bench(model, sizes, args, dict(kwargs or {}), loss, batch_dims, Strategy.of(strategy), fp64)
-    return bench.report(tolerance if tolerance is not None else (1e-10 if fp64 else 1e-4))
+    with wide() if fp64 else nullcontext():
+        return bench.report(tolerance if tolerance is not None else (1e-10 if fp64 else 1e-4))
 
 
 class _Bench:
@@ -118,7 +120,7 @@ class _Bench:
         self.traced = quiet(self.plain)
         if fp64:
             self.model, self.traced = self.model.double(), widen(self.traced)
-            self.inputs = [t.double() if t.is_floating_point() else t for t in self.inputs]
+            self.inputs = [t.to(WIDE.get(t.dtype, t.dtype)) for t in self.inputs]
         self.structure = structure
         self.pinned: dict[str, Layout] = {}
 

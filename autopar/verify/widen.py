@@ -1,5 +1,7 @@
 """The same program without dropout, and in double precision: explicit casts and constants included."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +13,12 @@ from autopar.ir.program import Spec
 from autopar.rules.arguments import with_arguments
 from autopar.trace import Traced
 
-NARROW = (torch.float32, torch.float16, torch.bfloat16)
+WIDE = {
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128,
+}
 
 
 def quiet(traced: Traced) -> Traced:
@@ -27,8 +34,19 @@ def quiet(traced: Traced) -> Traced:
     return replace(traced, program=program)
 
 
+@contextmanager
+def wide() -> Iterator[None]:
+    """While the context lasts, float64 is the dtype of what has none: sines of integers, tensors made from nothing."""
+    old = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(old)
+
+
 def widen(traced: Traced) -> Traced:
-    """The trace with every float type as float64."""
+    """The trace with every float type as float64; to be run in the context ``wide``."""
     program = traced.program.clone()
     for _, graph in program.graphs():
         for node in graph.nodes:
@@ -36,26 +54,15 @@ def widen(traced: Traced) -> Traced:
             spec = node.meta.get("spec")
             if spec is not None:
                 node.meta["spec"] = tuple(map(_wide_spec, spec)) if isinstance(spec, tuple) else _wide_spec(spec)
-            _pin_default(node)
     params = {n: replace(p, spec=_wide_spec(p.spec)) for n, p in program.params.items()}
     inputs = tuple(replace(i, spec=_wide_spec(i.spec)) for i in program.inputs)
-    constants = {n: t.double() if t.is_floating_point() else t for n, t in traced.constants.items()}
+    constants = {n: t.to(WIDE.get(t.dtype, t.dtype)) for n, t in traced.constants.items()}
     return replace(traced, program=replace(program, params=params, inputs=inputs), constants=constants)
 
 
 def _wide(tree: Any) -> Any:
-    return fx.node.map_aggregate(tree, lambda x: torch.float64 if x in NARROW and isinstance(x, torch.dtype) else x)
+    return fx.node.map_aggregate(tree, lambda x: WIDE.get(x, x) if isinstance(x, torch.dtype) else x)
 
 
 def _wide_spec(spec: Any) -> Any:
-    return replace(spec, dtype=torch.float64) if isinstance(spec, Spec) and spec.dtype in NARROW else spec
-
-
-def _pin_default(node: fx.Node) -> None:
-    """A factory without a dtype would make float32."""
-    schema = getattr(node.target, "_schema", None)
-    spec = node.meta.get("spec")
-    if schema is None or not isinstance(spec, Spec) or spec.dtype != torch.float64 or node.all_input_nodes:
-        return
-    if any(a.name == "dtype" for a in schema.arguments):
-        node.kwargs = {**node.kwargs, "dtype": torch.float64}
+    return replace(spec, dtype=WIDE.get(spec.dtype, spec.dtype)) if isinstance(spec, Spec) else spec

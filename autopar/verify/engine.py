@@ -1,0 +1,50 @@
+"""That the engine of a STAGED program holds every parameter once, gathers it where it is read, and is the only reducer."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from autopar.errors import AutoparError
+from autopar.ir.layout import R
+from autopar.ir.program import Engine, Group, Param, Program
+from autopar.ir.units import can_manage, paths_of, users_of
+
+FIX = "this is a fault of a pass, please report it"
+
+
+def check_engine(program: Program, after: str = "") -> None:
+    """Raises AutoparError ``engine-units`` or ``double-reduction``."""
+    assert program.engine is not None
+    where = f", after pass {after}" if after else ""
+    for why in _faults(program, program.engine):
+        raise AutoparError("engine-units", why + where, FIX)
+    for param in program.params.values():
+        for axis in program.engine.axes:
+            if param.kind == "parameter" and param.trainable and param.layout is not None and param.layout.get(axis) != R:
+                why = f"{param.name}: {param.layout.get(axis)} on {axis}, where the engine sums its gradient"
+                raise AutoparError("double-reduction", why + where, FIX)
+
+
+def _faults(program: Program, engine: Engine) -> Iterator[str]:
+    held = Counter(name for group in engine.groups for name in group.names)
+    model = [a for a, n in program.mesh.axes if n > 1 and not program.mesh.is_data(a) and program.mesh.base(a) != "pp"]
+    must = bool(engine.axes) and (engine.stage > 0 or len(model) <= 2)
+    for name, param in program.params.items():
+        wanted = 1 if must and can_manage(param) else 0
+        if held[name] != wanted and (wanted or held[name]):
+            yield f"{name}: in {held[name]} groups of the engine, expected {wanted}"
+        if (param.chunk is not None) != (engine.ways > 1 and held[name] > 0):
+            yield f"{name}: {'shared out' if param.chunk else 'not shared out'} over {engine.ways} data ranks"
+    paths, users = paths_of(program), users_of(program)
+    for group in engine.groups:
+        yield from _group_faults(program, group, paths, users)
+
+
+def _group_faults(program: Program, group: Group, paths: list[str], users: dict[str, set[str]]) -> Iterator[str]:
+    if group.unit and group.unit not in paths:
+        yield f"group of {group.unit}: no block is called there"
+    for name in group.names:
+        param: Param | None = program.params.get(name)
+        if param is None or param.spec.dtype != group.dtype:
+            yield f"{name}: not a parameter of {group.dtype}"
+        elif group.unit and not users.get(name, set()) <= {group.unit}:
+            yield f"{name}: gathered for {group.unit}, read by {', '.join(sorted(users[name])) or 'the outer function'}"
