@@ -206,13 +206,9 @@ class _Space:
 
     def _idle(self, node: fx.Node, a: Assignment, options: list[Assignment]) -> bool:
         """Whether an op that has no weight of its own could shard positions or features but stays whole."""
-        sharded = [any(isinstance(t, Shard) for t in o.outputs) for o in options]
-        return (
-            any(sharded)
-            and not any(isinstance(t, Shard) for t in a.outputs)
-            and bool(node.meta.get("diff"))
-            and not any(self.flow.of(x) in self.weights for x in tensor_args(node))
-        )
+        sharded = [any(isinstance(t, Shard) for t in (*o.inputs, *o.outputs)) for o in options]
+        own = any(self.flow.of(x) in self.weights for x in tensor_args(node))
+        return any(sharded) and not sharded[options.index(a)] and bool(node.meta.get("diff")) and not own
 
     def _types(self, v: int) -> list[Type]:
         value = self.flow.values[v]

@@ -75,7 +75,7 @@ class Zero(Pass):
         model = [a for a in mesh.names if not mesh.is_data(a) and mesh.base(a) != "pp" and mesh.size(a) > 1]
         if self.stage and axes and len(model) > MODEL_AXES:
             raise AutoparError(
-                "zero-model-axes", f"zero={self.stage}: parameters are spread over {', '.join(model)} besides data axes",
+                "zero-model-axes", f"zero={self.stage}: parameters lie on {', '.join(model)} besides the data axes",
                 f"use zero=0, or at most {MODEL_AXES} model axes",
             )  # fmt: skip
         homes = managed(program) if axes and len(model) <= MODEL_AXES else {}

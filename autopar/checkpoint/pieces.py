@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from autopar.emit.params import Place, shard_of
 from autopar.emit.rows import Box, Held, boxes
-from autopar.ir.layout import chunk_sizes, local_shape
 
 
 @dataclass(frozen=True)
@@ -60,47 +59,13 @@ class Stored:
         return box.of_local(self.local.detach())
 
 
-@dataclass(frozen=True)
-class Cut:
-    """An axis of an engine that cuts the model ranks' part once more: shares of ``dim``, and the mesh dim's index."""
-
-    index: int
-    dim: int
-    sizes: tuple[int, ...]
-    coordinate: int
-
-
-def cuts(x: Tensor, held: Held, place: Place) -> list[Cut]:
-    """How the DTensor's own placements share out what ``held`` gives to a rank, major to minor.
-
-    Engines cut a rank's part as ``torch.chunk`` does. Mesh dims that ``held`` speaks of are left out.
-    """
-    out: list[Cut] = []
-    if not isinstance(x, DTensor) or held.chunk is not None:
-        return out
-    shape = list(local_shape(held.shape, held.layout, held.mesh, place.at))
-    here, names = x.device_mesh.get_coordinate(), x.device_mesh.mesh_dim_names or ()
-    assert here is not None
-    for i, (name, placement) in enumerate(zip(names, x.placements)):
-        if name in (*place.model_axes, *held.shards) or placement.is_replicate():
-            continue
-        dim = placement.dim  # type: ignore[attr-defined]
-        out.append(Cut(i, dim, chunk_sizes(shape[dim], x.device_mesh.size(i)), here[i]))
-        shape[dim] = out[-1].sizes[here[i]]
-    return out
-
-
 def stored(x: Tensor, held: Held, place: Place, key: str) -> Stored:
     """A parameter or buffer that is held as ``held`` says, or a tensor of an optimizer that is as large.
 
     Args:
         key: spreads the writing of what several ranks hold over them.
     """
-    found = boxes(held, place.at)
-    for cut in cuts(x, held, place):
-        start = sum(cut.sizes[: cut.coordinate])
-        found = tuple(_clipped(found, cut.dim, start, start + cut.sizes[cut.coordinate]))
-    local = shard_of(x)
+    found, local = boxes(held, place.at), shard_of(x)
     assert sum(math.prod(b.sizes) for b in found) == local.numel(), (key, held, tuple(local.shape))
     return Stored(held.shape, local, found, owned(x, place, key))
 
@@ -119,20 +84,6 @@ def stored_as_placed(x: Tensor, place: Place, key: str) -> Stored:
 def _whole(x: Tensor) -> Box:
     home = (0,) * x.dim()
     return Box(home, tuple(x.shape), home)
-
-
-def _clipped(found: tuple[Box, ...], dim: int, start: int, end: int) -> Iterator[Box]:
-    """What of the boxes lies in the local rows ``start`` to ``end`` of ``dim``, counted from there."""
-    for box in found:
-        first = max(start, box.local[dim])
-        last = min(end, box.local[dim] + box.sizes[dim])
-        if last > first:
-            whole = _at(box.start, dim, box.start[dim] + first - box.local[dim])
-            yield Box(whole, _at(box.sizes, dim, last - first), _at(box.local, dim, first - start))
-
-
-def _at(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
-    return (*values[:dim], value, *values[dim + 1 :])
 
 
 def owned(x: Tensor, place: Place, key: str) -> bool:

@@ -30,7 +30,7 @@ def home(name: str, units: Iterable[str]) -> str:
 
 
 def managed(program: Program) -> dict[str, str]:
-    """The unit that gathers and reduces each parameter: its only reader, if all its names lie there, else the outer one.
+    """The unit that gathers and reduces each parameter: its only reader, if its names lie there, else the outer one.
 
     Scalars are left out: engines cannot cut them.
     """

@@ -7,7 +7,10 @@ from autopar.verify.structure import check_structure
 
 
 def check_program(program: Program, after: str = "") -> None:
-    """Structure, layouts, shapes (once LOCAL) and the engine (once STAGED). Raises AutoparError with the lines around the fault."""
+    """Structure, layouts, shapes (once LOCAL) and the engine (once STAGED). Raises AutoparError.
+
+    What it says includes the lines around the fault.
+    """
     check_structure(program, after)
     if Form.ANNOTATED <= program.form <= Form.RESHARDED:
         check_layouts(program, after)

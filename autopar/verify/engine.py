@@ -1,4 +1,4 @@
-"""That the engine of a STAGED program holds every parameter once, gathers it where it is read, and is the only reducer."""
+"""A STAGED program's engine holds every parameter once, gathers it where it is read, and is the only reducer."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +19,12 @@ def check_engine(program: Program, after: str = "") -> None:
         raise AutoparError("engine-units", why + where, FIX)
     for param in program.params.values():
         for axis in program.engine.axes:
-            if param.kind == "parameter" and param.trainable and param.layout is not None and param.layout.get(axis) != R:
+            if (
+                param.kind == "parameter"
+                and param.trainable
+                and param.layout is not None
+                and param.layout.get(axis) != R
+            ):
                 why = f"{param.name}: {param.layout.get(axis)} on {axis}, where the engine sums its gradient"
                 raise AutoparError("double-reduction", why + where, FIX)
 

@@ -76,8 +76,9 @@ def mine(values: dict[str, Tensor], mesh: str) -> dict[str, Tensor]:
     return {n: t.tensor_split(sizes.data_size)[c] for n, t in values.items()}
 
 
-def parallel(model: str, mesh: str, seed: int = 0, **options: Any) -> Any:
-    return autopar.parallelize(MODELS[model](seed=seed, **options), mesh, kwargs=mine(batch(model, 0), mesh))
+def parallel(model: str, mesh: str, seed: int = 0, strategy: str = "", **options: Any) -> Any:
+    module = MODELS[model](seed=seed, **options)
+    return autopar.parallelize(module, mesh, kwargs=mine(batch(model, 0), mesh), strategy=strategy)
 
 
 def adamw(pm: nn.Module) -> torch.optim.Optimizer:

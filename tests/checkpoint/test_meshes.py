@@ -1,6 +1,8 @@
 """Saved on one mesh, loaded on another: parameters, moments, options, random stream and the next losses are equal."""
 
+import os
 import pathlib
+import signal
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import autopar
+from autopar.checkpoint import save
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
 from tests.checkpoint.models import MODELS, adamw, agree, batch, moments, parallel, train
@@ -57,16 +60,26 @@ def go_on(model: str, mesh: str, folder: pathlib.Path, options: dict[str, Any]) 
 CHANGES = [
     ("llama", "dp=2,tp=2", ["tp=2", "dp=4", "tp=1"]), ("fused", "dp=2,tp=2", ["tp=2", "tp=1"]),
     ("fused", "tp=1", ["tp=4"]), ("fused", "tp=4", ["dp=2,tp=2"]),
+    ("llama", "dp=4 zero=3", ["dp=2,tp=2 zero=1", "tp=1"]),
+    ("fused", "dp=2,tp=2 zero=2", ["tp=2", "dp=2,tp=2 zero=3", "dp=4 zero=3,zero_shard_size=2"]),
 ]  # fmt: skip
+
+
+def split(text: str) -> tuple[str, dict[str, Any]]:
+    """Mesh and options of ``mesh strategy``."""
+    mesh, _, strategy = text.partition(" ")
+    return mesh, {"strategy": strategy}
 
 
 @pytest.mark.parametrize(("model", "mesh", "others"), CHANGES)
 def test_any_mesh_to_any_other(ranks: Ranks, model: str, mesh: str, others: list[str], tmp_path: pathlib.Path) -> None:
-    before = ranks.run(Mesh.parse(mesh).world, begin, model, mesh, tmp_path / "c", {}, timeout=120.0)
+    mesh, options = split(mesh)
+    before = ranks.run(Mesh.parse(mesh).world, begin, model, mesh, tmp_path / "c", options, timeout=120.0)
     (params, states, buffers), losses = before[0]
     assert any("exp_avg_sq" in n for n in states) and any(n.endswith("/step") for n in states)
-    for other in others:
-        for found in ranks.run(Mesh.parse(other).world, go_on, model, other, tmp_path / "c", {}, timeout=120.0):
+    for text in others:
+        other, options = split(text)
+        for found in ranks.run(Mesh.parse(other).world, go_on, model, other, tmp_path / "c", options, timeout=120.0):
             for (p, m, b), after in found:
                 agree(p, params)
                 agree(m, states)
@@ -156,6 +169,29 @@ def test_asynchronous_saving_between_processes(ranks: Ranks, tmp_path: pathlib.P
     for want, got in ranks.run(4, later, tmp_path / "c", timeout=120.0):
         for a, b in zip(got, want):
             agree(a, b)
+
+
+def killed(folder: pathlib.Path) -> None:
+    """The process ends when the data of the second checkpoint is written and its manifest is not."""
+    torch.set_num_threads(1)
+    pm = parallel("fused", "tp=1")
+    pm.save(autopar.step_folder(folder, 1), step=1)
+    save.sign = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    pm.save(autopar.step_folder(folder, 2), step=2)
+
+
+def test_killed_while_saving(ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    process = ranks.context.Process(target=killed, args=(tmp_path,))
+    process.start()
+    process.join(60.0)
+    assert process.exitcode == -signal.SIGKILL
+    left = [p for p in tmp_path.iterdir() if p.name.startswith(".step-2.")]
+    assert len(left) == 1 and list(left[0].glob("*.distcp"))
+    assert autopar.latest(tmp_path) == tmp_path / "step-1"
+    pm = parallel("fused", "tp=1")
+    assert pm.load(tmp_path)["step"] == 1
+    pm.save(autopar.step_folder(tmp_path, 2), step=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-2"]
 
 
 def test_one_process_without_groups(tmp_path: pathlib.Path) -> None:

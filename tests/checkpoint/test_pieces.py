@@ -1,22 +1,15 @@
-"""Parameters that an engine cuts once more over data axes, as ``fully_shard`` does: every element is written once."""
+"""Every element of a parameter is written once, and from where it lies, data ranks sharing it out or not."""
 
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor import Shard as ShardPlacement
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from autopar.checkpoint.pieces import Stored, stored
-from autopar.checkpoint.whole import model_part
-from autopar.emit.params import Place, held_of, local_of, placements_of, restore_class
-from autopar.emit.rows import gather
+from autopar.emit.params import Place, held_of, local_of, wrap
 from autopar.ir.layout import I, Layout, Piece, R, Shard, Type, piece, plain_shard
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import Param, Spec
+from autopar.ir.program import Chunk, Param, Spec
 from autopar.runtime.simulate import device_mesh, run_ranks
 
 MESH, SUB = Mesh.parse("dp=2,tp=2"), Mesh.parse("dp=2,tp=4").split("tp", 2)
@@ -37,24 +30,13 @@ CASES: dict[str, tuple[Mesh, tuple[int, ...], dict[str, Type], int]] = {
 def on_ranks(case: str, sharded: bool, body: Any) -> list[Any]:
     mesh, shape, types, dim = CASES[case]
     layout = Layout.of({a: R if a == "dp" else types.get(a, I) for a in mesh.names})
-    param = Param("w", Spec(shape, torch.float64), "parameter", layout=layout)
+    chunk = Chunk(dim, 2) if sharded else None
+    param = Param("w", Spec(shape, torch.float64), "parameter", layout=layout, chunk=chunk)
     whole = torch.arange(param.spec.bytes // 8, dtype=torch.float64).reshape(shape) + 1
 
     def rank(_: int) -> Any:
         place = Place.of(mesh, device_mesh(mesh))
-        part = local_of(whole, param, mesh, place.at)
-        engine: Any = Replicate()
-        if sharded:
-            engine = _StridedShard(dim, split_factor=2) if isinstance(types.get("tp"), Shard) else ShardPlacement(dim)
-            chunks = part.chunk(2, dim)
-            c = place.axes["dp"].coordinate
-            part = chunks[c].contiguous() if c < len(chunks) else part.narrow(dim, 0, 0)
-        meta = TensorMeta(torch.Size(shape), whole.stride(), whole.dtype)
-        assert place.over is not None
-        spec = DTensorSpec(place.over, (engine, *placements_of(param, place)), tensor_meta=meta)
-        x = DTensor(part, spec, requires_grad=False)
-        restore_class(x, param, place)
-        return body(x, param, place)
+        return body(wrap(local_of(whole, param, mesh, place.at), param, place), param, place)
 
     return [whole, *run_ranks(mesh, rank, timeout=60.0)]
 
@@ -73,19 +55,8 @@ def test_each_element_is_written_once_and_where_it_belongs(case: str, sharded: b
     assert torch.equal(seen, torch.ones_like(whole))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_whole_again(case: str) -> None:
-    def body(x: Tensor, param: Param, place: Place) -> Tensor:
-        held = held_of(param, place.mesh)
-        return gather(model_part(x, held, place), held, place.axes)
-
-    whole, *found = on_ranks(case, True, body)
-    for got in found:
-        assert torch.equal(got, whole)
-
-
 def test_copies_are_spread_over_the_ranks() -> None:
-    def body(x: Tensor, param: Param, place: Place) -> int:
+    def body(x: torch.Tensor, param: Param, place: Place) -> int:
         return sum(stored(x, held_of(param, place.mesh), place, f"w{i}").owned for i in range(64))
 
     _, *counts = on_ranks("whole", False, body)

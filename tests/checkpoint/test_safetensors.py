@@ -81,7 +81,7 @@ class Counted:
         return Slice()
 
 
-def take(mesh: str, folder: pathlib.Path) -> Any:
+def take(mesh: str, folder: pathlib.Path, strategy: str) -> Any:
     read: list[int] = []
     library = safetensors.library
 
@@ -94,22 +94,27 @@ def take(mesh: str, folder: pathlib.Path) -> Any:
     try:
         with torch.device("meta"):
             model = llama(seed=9)
-        pm = autopar.parallelize(model, mesh, kwargs=mine(batch("llama", 0), mesh), weights=folder)
+        pm = autopar.parallelize(model, mesh, kwargs=mine(batch("llama", 0), mesh), weights=folder, strategy=strategy)
     finally:
         safetensors.library = library
     held = sum(p._local_tensor.nbytes if hasattr(p, "_local_tensor") else p.nbytes for p in pm.parameters())
     return pm.full_parameters(), sum(read), max(read), held, float(pm.train_step(**mine(batch("llama", 3), mesh)))
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
-@pytest.mark.parametrize("shards", [False, True], ids=["one", "shards"])
-def test_a_meta_model_reads_only_its_slices(ranks: Ranks, mesh: str, shards: bool, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "shards"), [("tp=2", "", False), ("dp=2,tp=2", "", True), ("dp=2,tp=2", "zero=3", True)]
+)
+def test_a_meta_model_reads_only_its_slices(
+    ranks: Ranks, mesh: str, strategy: str, shards: bool, tmp_path: pathlib.Path
+) -> None:
     model = llama()
     model.save_pretrained(tmp_path, max_shard_size="4KB" if shards else "1GB")
     want = {n: p.detach() for n, p in model.named_parameters()}
     loss = float(model(**batch("llama", 3)).loss.detach())
     whole = sum(p.nbytes for p in want.values())
-    for params, read, most, held, got in ranks.run(Mesh.parse(mesh).world, take, mesh, tmp_path, timeout=120.0):
+    for params, read, most, held, got in ranks.run(
+        Mesh.parse(mesh).world, take, mesh, tmp_path, strategy, timeout=120.0
+    ):
         agree(params, want)
         assert read == held < 0.6 * whole
         assert most <= max(p.nbytes for p in want.values()) / 2

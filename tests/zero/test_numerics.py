@@ -15,14 +15,14 @@ from tests.emit.test_module import agree, reference
 from tests.emit.tiny import batch, mine, tiny
 from tests.zero.tiny import on_ranks
 
-# dp=3 and dp=4 leave ranks with fewer rows, or none; tp=2 cuts five rows unevenly in two segments of one weight.
+# dp=3 and dp=4 leave ranks with fewer rows, or none; tp=2 cuts five rows unevenly, in two segments of one weight.
 MESHES = ["dp=2,tp=1", "dp=4,tp=1", "dp=2,tp=2", "tp=2,dp=3", "dp=2,ep=2,tp=2", "dp=2,tp=4/2"]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("text", MESHES)
 def test_steps_and_calls_give_the_sum(text: str, stage: int) -> None:
-    """Gradients of a step, of two losses at once, of two backwards, with forwards that nobody differentiates between."""
+    """Gradients of a step, of two losses at once, of two backwards with another forward between."""
     grads, _ = reference(2)
     once, loss = reference()
 
@@ -62,7 +62,9 @@ def trained(optimizer: dict[str, bool]) -> tuple[dict[str, Tensor], list[Tensor]
     return {n: p.detach() for n, p in model.named_parameters()}, norms
 
 
-@pytest.mark.parametrize("zero", [Zero(1), Zero(2), Zero(3, prefetch=1), Zero(3, shard=2), Zero(3, offload="cpu")], ids=str)
+@pytest.mark.parametrize(
+    "zero", [Zero(1), Zero(2), Zero(3, prefetch=1), Zero(3, shard=2), Zero(3, offload="cpu")], ids=str
+)
 @pytest.mark.parametrize("text", ["dp=4,tp=1", "dp=2,tp=2", "dp=4,tp=2"])
 @pytest.mark.parametrize("foreach", [False, True])
 def test_adamw_and_both_clippings_equal_the_model(text: str, zero: Zero, foreach: bool) -> None:
@@ -220,7 +222,7 @@ def test_evaluation_gathers_one_unit_at_a_time() -> None:
 
     def body(pm: ParallelModule, place: Place) -> Any:
         seen: list[int] = []
-        units = [u for u in pm._engine.units[:-1]]
+        units = list(pm._engine.units[:-1])
         held = [[p for g in u._get_fsdp_state()._fsdp_param_groups for p in g.fsdp_params] for u in units]  # type: ignore[operator]
 
         def look(*_: Any) -> None:
