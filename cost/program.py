@@ -15,9 +15,10 @@ from autopar.cost import communication, compute, memory
 from autopar.cost.communication import Link
 from autopar.cost.compute import Shapes, differentiable, node_cost
 from autopar.cost.hardware import Hardware
-from autopar.cost.price import BACKWARD, FORWARD, GRADIENT, Price, Traffic
+from autopar.cost.price import BACKWARD, FORWARD, Price, Traffic
 from autopar.cost.shares import Sizes, check_priced, layouts, local_shapes, local_value, mesh_sizes
 from autopar.cost.symbols import Number, axis_sizes, product
+from autopar.cost.zero import Stage
 from autopar.ir import ops
 from autopar.ir.layout import I, Layout, R
 from autopar.ir.program import Param, Program, Spec, specs
@@ -53,6 +54,7 @@ def price(
     sizes: Sizes | None = None,
     links: Mapping[str, Link] | None = None,
     training: bool = True,
+    zero: Stage | None = None,
 ) -> Price:
     """What a step of ``program`` costs one rank of ``hardware``.
 
@@ -62,6 +64,7 @@ def price(
         sizes: ranks of each axis; numbers or symbols; those of the program's mesh where None.
         links: what each axis is connected by; from the mesh's place on nodes where None.
         training: whether backward, gradients and optimizer (AdamW in the parameters' dtype) are counted.
+        zero: the engine over the data axes; stage 0 where None.
 
     Raises AutoparError ``unpriced-form``, ``missing-layout``, ``no-peak``.
     """
@@ -74,7 +77,7 @@ def price(
         total.add(_bill(graph, shapes, sizes, links, hardware, training), len(program.calls_of(name)) if name else 1)
     dtype = _dtype(program)
     if training:
-        _gradient_sum(total, program, sizes, links)
+        _gradient_sum(total, program, sizes, links, zero or Stage())
     return Price(
         hardware=hardware.name,
         mesh=str(program.mesh),
@@ -83,7 +86,7 @@ def price(
         flops=(total.flops[0], total.flops[1]),
         compute_seconds=(total.seconds[0], total.seconds[1]),
         traffic=tuple(Traffic(*key, *value) for key, value in sorted(total.traffic.items()) if value[1] != 0),
-        memory=_memory(program, shapes, sizes, training),
+        memory=_memory(program, shapes, sizes, training, zero or Stage()),
         capacity=hardware.memory_bytes,
         peak=hardware.flops_per_second(dtype),
     )
@@ -182,20 +185,40 @@ def _summed_over(program: Program, param: Param) -> str:
     return "+".join(a for a in program.mesh.data_axes if layout.get(a, R) == R)
 
 
-def _gradient_sum(bill: _Bill, program: Program, sizes: Sizes, links: Mapping[str, Link]) -> None:
-    """One all-reduce of all gradients that are summed over the same axes: 2Ψ(N-1)/N. Buckets add latency only."""
-    groups: dict[str, Number] = defaultdict(int)
+def _gradient_sum(bill: _Bill, program: Program, sizes: Sizes, links: Mapping[str, Link], zero: Stage) -> None:
+    """The engine's collectives, one for all parameters with the same data axes: 2Ψ(N-1)/N at stage 0.
+
+    Buckets add latency only. At stages that gather, frozen parameters are left out.
+    """
+    groups: dict[str, list[Number]] = defaultdict(lambda: [0, 0])
     for param in _trained(program):
-        groups[_summed_over(program, param)] += local_value(param.spec, param.layout or Layout(), sizes).bytes
-    for axes, whole in groups.items():
+        inside = bool((zero.units or {}).get(param.name))
+        value = local_value(param.spec, param.layout or Layout(), sizes)
+        groups[_summed_over(program, param)][0 if inside else 1] += value.bytes
+    width = _dtype(program).itemsize
+    for axes, (inner, outer) in groups.items():
         ways = product(sizes[a] for a in axes.split("+") if a)
-        if axes and ways != 1:
-            sent = communication.collective_bytes("all_reduce", whole, ways)
-            seconds = communication.collective_seconds("all_reduce", whole, ways, links[axes])
-            bill.send((axes, "all_reduce", GRADIENT), 1, sent, seconds)
+        if not axes or ways == 1:
+            continue
+        for collective, when, whole, copies in zero.sent(inner, outer, width):
+            own = ways if zero.shard is None else ways / zero.shard if copies else zero.shard
+            sent = communication.collective_bytes(collective, whole, own)
+            seconds = communication.collective_seconds(collective, whole, own, links[axes])
+            bill.send((axes, str(collective), when), 1, sent, seconds)
 
 
-def _memory(program: Program, shapes: Shapes, sizes: Sizes, training: bool) -> dict[str, Number]:
+def _gathered(program: Program, sizes: Sizes, zero: Stage) -> dict[str, Number]:
+    """Bytes of gathered parameters, where the engine gathers any."""
+    groups: dict[str, Number] = defaultdict(int)
+    for param in program.params.values():
+        if param.kind == "parameter" and param.spec.is_float:
+            unit = (zero.units or {}).get(param.name, "")
+            groups[unit] += local_value(param.spec, param.layout or Layout(), sizes).bytes
+    found = zero.gathered(groups, _dtype(program).itemsize)
+    return {"gathered": found} if found != 0 else {}
+
+
+def _memory(program: Program, shapes: Shapes, sizes: Sizes, training: bool, zero: Stage) -> dict[str, Number]:
     held = memory.States()
     frozen: Number = 0
     for param in program.params.values():
@@ -204,5 +227,8 @@ def _memory(program: Program, shapes: Shapes, sizes: Sizes, training: bool) -> d
             held = held + memory.states(value.numel, memory.adamw(param.spec.dtype))
         else:
             frozen = frozen + value.bytes
+    ways = product(sizes[a] for a in program.mesh.data_axes)
+    held = zero.held(held, ways)
     kinds = {"parameters": held.parameters + frozen, "gradients": held.gradients, "optimizer": held.optimizer}
-    return {**kinds, "activations": memory.activations(program, shapes) if training else 0}
+    gathered = _gathered(program, sizes, zero) if ways != 1 or zero.low else {}
+    return {**kinds, **gathered, "activations": memory.activations(program, shapes) if training else 0}

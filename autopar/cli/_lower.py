@@ -89,9 +89,18 @@ def price(model: nn.Module, kwargs: dict[str, Any], mesh: str, fields: dict[str,
     """The predicted cost of a step of the resharded program on a hardware profile or a cluster, which prices it too."""
     from autopar.cost.hardware import load
     from autopar.cost.program import price
+    from autopar.cost.zero import Stage
+    from autopar.ir.units import managed
 
-    profile = load(hardware)
-    return price(lower(model, kwargs, mesh, {"hardware": hardware, **fields}, after="reshard"), profile)
+    profile, strategy = load(hardware), strategy_of({"hardware": hardware, **fields}, None)
+    for name in ("recompute", "offload"):
+        if fields.get(name) not in (None, "none"):
+            what = f"{name}={fields[name]}: the cost model does not count it yet"
+            raise AutoparError("unpriced-strategy", what, f"compare without {name}")
+    program = lower(model, kwargs, mesh, {"hardware": hardware, **fields}, after="reshard")
+    low = 2 if strategy.precision == "bf16" else None
+    stage = Stage(strategy.zero, strategy.zero_shard_size, strategy.microbatches, low, managed(program))
+    return price(program, profile, zero=stage)
 
 
 def comparison(rows: "list[tuple[str, Price]]", format: str) -> Table | str:
