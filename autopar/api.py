@@ -121,7 +121,9 @@ def example_of(
     if args is not None or kwargs is not None:
         if not isinstance(args, (tuple, list, type(None))) or not isinstance(kwargs, (Mapping, type(None))):
             why = f"args is a {type(args).__name__}, kwargs a {type(kwargs).__name__}"
-            raise AutoparError("input-structure", why, "args=(tensor, ...), kwargs={'name': tensor}, as in torch.export")
+            raise AutoparError(
+                "input-structure", why, "args=(tensor, ...), kwargs={'name': tensor}, as in torch.export"
+            )
         return tuple(args or ()), dict(kwargs or {})
     own = getattr(model, "dummy_inputs", None)
     return ((), own) if isinstance(own, Mapping) else None

@@ -273,7 +273,9 @@ def plan_text(program: Program) -> str:
     """Layouts of every value, as text: equal on ranks that planned alike."""
     lines = []
     for name, graph in program.graphs():
-        lines += [f"{name} {n.format_node() or n.args} {n.meta.get('spec')} {n.meta.get('layout')}" for n in graph.nodes]
+        lines += [
+            f"{name} {n.format_node() or n.args} {n.meta.get('spec')} {n.meta.get('layout')}" for n in graph.nodes
+        ]
     return "\n".join(lines)
 
 

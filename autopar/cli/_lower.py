@@ -66,8 +66,9 @@ def lower(
         raise AutoparError("unknown-pass", f"the pipeline has no pass {after!r}", f"one of {', '.join(names)}")
     if rank is not None and not 0 <= rank < parsed.world:
         raise AutoparError("unknown-rank", f"rank {rank} of mesh {mesh}", f"ranks are 0 to {parsed.world - 1}")
-    place = {"rank": rank or 0, "after": after}
-    return compile.lower(model, (), kwargs, parsed, strategy, loss_only=loss_only, on_pass=on_pass, **place)
+    return compile.lower(
+        model, (), kwargs, parsed, strategy, after=after, rank=rank or 0, loss_only=loss_only, on_pass=on_pass
+    )
 
 
 def verify(

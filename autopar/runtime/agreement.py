@@ -10,7 +10,6 @@ import torch.distributed as dist
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
 
-
 LIMIT = 1 << 20  # bytes that are hashed at every call
 
 

@@ -209,7 +209,7 @@ def _equality(name: str, args: Any) -> list[Affine] | None:
     apart = x.plus(y, -1)
     if name == "eq":
         return [apart, Affine().plus(apart, -1)]
-    sizes = torch.broadcast_shapes(*(shape_of(a) for a in args if isinstance(a, fx.Node)))  # type: ignore[no-untyped-call]
+    sizes = torch.broadcast_shapes(*(shape_of(a) for a in args if isinstance(a, fx.Node)))
     return [Affine((), abs(apart.const) - 1)] if not apart.without(sizes).terms else None
 
 

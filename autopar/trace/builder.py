@@ -47,7 +47,7 @@ def dtype(x: fx.Node) -> torch.dtype:
 
 def broadcast(*shapes: Any) -> tuple[int, ...]:
     """The shape that tensors of these shapes broadcast to."""
-    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    return tuple(torch.broadcast_shapes(*shapes))
 
 
 def positive(dim: int, ndim: int) -> int:

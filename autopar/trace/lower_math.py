@@ -298,7 +298,7 @@ def _native_batch_norm(b: Builder, x: fx.Node, w: Any, bias: Any, mean: Any, var
 def _instance_norm(
     b: Builder, x: fx.Node, w: Any, bias: Any, mean: Any, var: Any, of_input: bool, momentum: float, eps: float, *_: Any
 ) -> Any:
-    """Statistics of each row and channel, or the running ones, which the op moves in place: its schema does not say so."""
+    """Statistics of each row and channel, or the running ones, which the op moves in place."""
     if not of_input:
         return b.inline(_batch_norm_eval, x, w, bias, mean, var, eps)
     if mean is not None:

@@ -54,7 +54,9 @@ def _embedding(
 def _embedding_bag(b: Builder, *args: Any, **kwargs: Any) -> NoReturn:
     where = b.like.meta.get("module") if b.like is not None else None
     raise AutoparError(
-        "unsupported-op", f"{where or 'the model'}: EmbeddingBag", "use nn.Embedding and reduce its result over the bag's dim"
+        "unsupported-op",
+        f"{where or 'the model'}: EmbeddingBag",
+        "use nn.Embedding and reduce its result over the bag's dim",
     )
 
 
@@ -251,7 +253,7 @@ def _bce_logits(x: Tensor, y: Tensor, weight: Tensor | None, positive: Tensor | 
 
 def _cosine(x: Tensor, y: Tensor, dim: int, eps: float) -> Tensor:
     """``cosine_similarity`` of ATen/native/Distance.cpp: norms are bounded below, their gradients are not."""
-    x, y = torch.broadcast_tensors(x, y)  # type: ignore[no-untyped-call]
+    x, y = torch.broadcast_tensors(x, y)
     norms = [torch.linalg.vector_norm(t, 2, dim, keepdim=True) for t in (x, y)]
     a, b = (n + (n.clamp_min(eps) - n).detach() for n in norms)
     total: Tensor = (x / a * (y / b)).sum(dim)

@@ -197,7 +197,7 @@ def _row_major(s: tuple[int, ...]) -> list[int]:
 
 
 def _strided(b: Builder, x: fx.Node, size: Any, stride: Any, offset: Any) -> tuple[int, fx.Node]:
-    """(how many dims in front are taken as they are, places in the others flattened), for a tensor in row-major order."""
+    """(how many dims in front stay as they are, places in the others flattened), in row-major order."""
     s, size, stride, offset = shape(x), list(size), list(stride), offset or 0
     first = b.like.args[0] if b.like is not None and b.like.args else None
     val = first.meta.get("val") if isinstance(first, fx.Node) else None

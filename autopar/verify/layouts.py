@@ -1,6 +1,7 @@
 """Every layout follows from the rules: the same rules that the solver chose from, applied to what the program says."""
 
 from dataclasses import replace
+from typing import cast
 
 from torch import fx
 
@@ -39,12 +40,11 @@ def check_layouts(program: Program, after: str = "") -> None:
 def _check_op(axes: list[str], graph: fx.Graph, node: fx.Node, name: str, after: str) -> None:
     wanted = node.meta.get("requires") or tuple(layout_of(a) for a in tensor_args(node))
     if node.target is ops.convert:
-        x, axis, src, dst = node.args
-        have = layout_of(x)  # type: ignore[arg-type]
-        if not equal(have.get(axis), src, x) or have.having(axis, dst) != have.having(axis, layouts(node)[0].get(axis)):  # type: ignore[arg-type]
-            raise fault(
-                "layout-mismatch", graph, node, f"converts from {src}, but its input is {have.get(axis)}", name, after
-            )  # type: ignore[arg-type]
+        x, axis, src, dst = cast(tuple[fx.Node, str, Type, Type], node.args)
+        have = layout_of(x)
+        if not equal(have.get(axis), src, x) or have.having(axis, dst) != have.having(axis, layouts(node)[0].get(axis)):
+            why = f"converts from {src}, but its input is {have.get(axis)}"
+            raise fault("layout-mismatch", graph, node, why, name, after)
         if any(layouts(node)[0].get(a) != t for a, t in have.types if a != axis):
             raise fault("layout-mismatch", graph, node, "changes another axis too", name, after)
         return
