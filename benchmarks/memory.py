@@ -62,7 +62,7 @@ class Live(TorchDispatchMode):
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
         for x in held:
             self.see(x)
-        self.rest = self.peak = self.total()
+        self.peak = self.total()
 
     def see(self, x: Tensor) -> None:
         """Follow a tensor's storage; a DTensor's is its local tensor's."""
@@ -71,6 +71,24 @@ class Live(TorchDispatchMode):
             storage = local.untyped_storage()
             self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
 
+    def __enter__(self) -> "Live":
+        plain = self.resize = torch.UntypedStorage.resize_
+
+        def resize(storage: Any, size: int) -> Any:
+            out = plain(storage, size)
+            if storage._cdata in self.storages:
+                self.storages[storage._cdata] = (self.storages[storage._cdata][0], size)
+                self.peak = max(self.peak, self.total())
+            return out
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self.resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
     def total(self) -> int:
         """Bytes alive now."""
         self.storages = {k: v for k, v in self.storages.items() if not v[0].expired()}
@@ -78,7 +96,7 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for x in tree_leaves((args, kwargs, out)):  # an engine resizes storages between ops: sizes are read again
+        for x in tree_leaves((args, kwargs, out)):
             if isinstance(x, Tensor):
                 self.see(x)
         self.peak = max(self.peak, self.total())

@@ -99,7 +99,7 @@ class DataParallel(Pass):
             outputs=[self._output(out, shard) for out in program.outputs],
             op_price=op_price,
             source_price=lambda value, kind: 0.0,
-            convert_price=_in_time
+            convert_price=(lambda v, src, dst: _in_time(flow.values[v].diff, src, dst))
             if axis == TIME
             else conversion_prices(flow, context.hardware, program.mesh, axis, shares(flow, _sizes(program.mesh))),
         )
@@ -142,9 +142,10 @@ def _sizes(mesh: Mesh) -> dict[str, int]:
     return {**dict(mesh.axes), TIME: mesh.microbatches}
 
 
-def _in_time(value: int, src: Type, dst: Type) -> float:
-    """Steps cannot exchange values: only slices and kept-once terms are possible along ``mb``."""
-    return IMPOSSIBLE if isinstance(src, Shard) or src == P else 0.0
+def _in_time(diff: bool, src: Type, dst: Type) -> float:
+    """Steps cannot exchange values or gradients: only slices and kept-once terms are possible along ``mb``."""
+    backward = diff and ((src == I and (dst == R or isinstance(dst, Shard))) or (src == R and dst == I))
+    return IMPOSSIBLE if isinstance(src, Shard) or src == P or backward else 0.0
 
 
 def _layout(flow: Flow, v: int) -> Layout:
