@@ -41,7 +41,9 @@ class Localize(Pass):
 
     def rewrite(self, program: Program, context: Context) -> Program:
         """See Pass."""
-        program.at = {TIME: 0, **(dict(context.at) or dict.fromkeys(program.mesh.names, 0))}
+        program.at = dict(context.at) or dict.fromkeys(program.mesh.names, 0)
+        if program.mesh.microbatches > 1:
+            program.at[TIME] = 0
         handles = {name: _Graph(program, block.graph).run() for name, block in program.blocks.items()}
         outer = _Graph(program, program.graph)
         outer.run()

@@ -39,7 +39,7 @@ CASES = [
     Case("mutated_buffers", "tp=2", calls=2),
     Case("structured_io", "tp=2"),
     Case("unsupported_op_names_module", "tp=2"),
-    Case("hf_bert", "tp=2", warns=("use_cache", "position_ids")),
+    Case("hf_bert", "tp=2", warns=("use_cache",)),
     Case("hf_gpt2", "tp=2", warns=("use_cache",)),
     Case("hf_llama_loss", "dp=2", warns=("use_cache",)),
     Case("hf_llama_loss", "dp=2,tp=2", "sequence_parallel", warns=("use_cache",)),

@@ -10,6 +10,7 @@ from autopar.errors import AutoparError
 from autopar.ir import ops
 from autopar.ir.layout import I, P, Piece, R, Shard, Type, plain_shard
 from autopar.ir.program import Form, Program
+from autopar.rules.table import relation
 from autopar.verify import check_program
 from autopar.verify.layouts import check_layouts, check_params
 from tests.passes.models import planned
@@ -94,6 +95,10 @@ def test_no_conversion_can_be_doubled(name: str) -> None:
         assert "converts from" in refused(broken, "layout-mismatch")
 
 
+def _sums(node: fx.Node) -> bool:
+    return node.op == "call_function" and any(a.inputs == (P,) for a in relation(node).partials())
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_no_conversion_can_have_another_type(name: str) -> None:
     """Its target replaced by each other type, in the node and in its layout."""
@@ -110,6 +115,8 @@ def test_no_conversion_can_have_another_type(name: str) -> None:
         for other in others:
             if other in (src, dst) or (not diff and {other, dst} <= {I, R}) or (not diff and {other, src} <= {I, R}):
                 continue
+            if other == P and all(_sums(user) for user in node.users):
+                continue  # padded with zeros it is a term of the same sum: another program, with the same value
             broken = program.clone()
             wrong = node_at(broken, place)
             wrong.args = (*wrong.args[:3], other)

@@ -16,7 +16,7 @@ WIDTH, RANKS = 12, 4
 
 
 class OddLayer(nn.Module):
-    """Two dtypes, a scalar, one element, a leading dim of 1, sizes that do not divide, a frozen and an unused weight."""
+    """Two dtypes, a scalar, one element, a leading dim of 1, sizes that do not divide, a frozen and an unused one."""
 
     def __init__(self, shared: nn.Parameter) -> None:
         super().__init__()
