@@ -15,6 +15,7 @@ from autopar.compile import Compiler, check_axes
 from autopar.emit.deferred import Deferred
 from autopar.emit.module import ParallelModule
 from autopar.emit.params import Place, initialise
+from autopar.emit.units import Container
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Param
@@ -84,10 +85,26 @@ def parallelize(
         tensors = make(first.program.params, first.constants, place)
         compiler.model = hollow or blueprint(model)
         module = ParallelModule(compiler, first.program, place, tensors, {**place.axes, "rng": Streams(seed)})
-        return module.train(model.training)
+        mirror(module, model)
+        compiler.modes = lambda: {n: m.training for n, m in module.named_modules()}
+        return module
 
     example = example_of(model, args, kwargs)
-    return build(*example) if example is not None else Deferred(build)
+    return build(*example) if example is not None else Deferred(build, model.training)
+
+
+def mirror(module: ParallelModule, model: nn.Module) -> None:
+    """Give the parallel module a place for each of the model's modules, in the same mode."""
+    module.training = model.training
+    for name, original in model.named_modules():
+        here: nn.Module = module
+        for part in filter(None, name.split(".")):
+            if part not in here._modules:
+                here._modules[part] = Container()
+            child = here._modules[part]
+            assert child is not None
+            here = child
+        here.training = original.training
 
 
 def resolve(mesh: DeviceMesh | str | Mapping[str, int], device: str) -> tuple[Mesh, DeviceMesh | None]:

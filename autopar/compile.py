@@ -3,7 +3,8 @@
 import hashlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -14,13 +15,14 @@ from torch.utils._pytree import tree_map
 from autopar.cost.hardware import load
 from autopar.errors import AutoparError, AutoparWarning
 from autopar.ir.layout import Layout
-from autopar.ir.mesh import Mesh
-from autopar.ir.program import Program
+from autopar.ir.mesh import TIME, Mesh
+from autopar.ir.program import Form, Program
 from autopar.passes.base import Context
 from autopar.passes.microbatch import microbatch
 from autopar.passes.pipeline import Record, parse, run
 from autopar.passes.zero import Zero
-from autopar.runtime.agreement import checksum
+from autopar.runtime.agreement import LIMIT, checksum
+from autopar.solve.batch import settle_outputs
 from autopar.strategy import Strategy
 from autopar.trace import Structure, Traced, trace
 from autopar.trace.blueprint import blueprint
@@ -79,7 +81,8 @@ def lower(
         precision_of(strategy), model, args, kwargs,
         mesh=mesh, loss=loss, train=model.training if train is None else train,
     )  # fmt: skip
-    program = only_loss(traced.program) if loss_only else traced.program
+    program = settle_outputs(traced.program)
+    program = only_loss(program) if loss_only else program
     if on_pass:
         on_pass("trace", program)
     if after == "trace":
@@ -163,6 +166,8 @@ class Compiler:
         self.variants: dict[Any, Variant] = {}
         self.traces: dict[Any, Traced] = {}
         self.pinned: dict[str, Layout] = {}
+        self.pinned_mesh: Mesh | None = None
+        self.modes: Callable[[], Mapping[str, bool]] | None = None  # train or eval of each module, by path
         self.said: set[str] = set()
 
     def variant(
@@ -188,30 +193,47 @@ class Compiler:
         return self._agreed(make)
 
     def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool, what: str) -> Any:
-        structure, tensors = Structure.of(self.model, args, kwargs)
-        dims = batch_dims_of(structure, tensors, self.batch_dims)
+        try:
+            structure, tensors = Structure.of(self.model, args, kwargs)
+            dims = batch_dims_of(structure, tensors, self.batch_dims)
+        except Exception as error:
+            self._report(error)
+            raise
         shapes = tuple(tuple(None if i == d else n for i, n in enumerate(t.shape)) for t, d in zip(tensors, dims))
         dtypes = tuple(str(t.dtype) for t in tensors)
         own = next((t.shape[d] for t, d in zip(tensors, dims) if d is not None), None)
         same = checksum(t for t, d in zip(tensors, dims) if d is None)
-        mine = checksum(t for t, d in zip(tensors, dims) if d is not None)
-        rows = self.agree(fingerprint(structure.key, shapes, dtypes, train, what), own, same, mine)
-        return structure.key, shapes, dtypes, rows if own is not None else None, train
+        mine = checksum((t for t, d in zip(tensors, dims) if d is not None), LIMIT)
+        flags = self._flags(train)
+        rows = self.agree(fingerprint(structure.key, shapes, dtypes, flags, what), own, same, mine)
+        return structure.key, shapes, dtypes, rows if own is not None else None, flags
+
+    def _flags(self, train: bool) -> tuple[bool, ...]:
+        """Train or eval of each of the model's modules: its own, or that of the nearest one that holds it."""
+        if self.modes is None:
+            return tuple(m.training for m in self.model.modules())
+        known = {**self.modes(), "": train}
+        flags: dict[str, bool] = {}
+        for name, _ in self.model.named_modules():
+            flags[name] = known.get(name, flags.get(name.rpartition(".")[0], train))
+        return tuple(flags.values())
 
     def _traced(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Traced:
         if key not in self.traces:
             _check_call(self.model, args, kwargs)
-            rows, train = key[-2], key[-1]
-            traced = trace_in(
-                precision_of(self.strategy), self.model, args, kwargs,
-                mesh=self.mesh, rows=rows, loss=self.loss, batch_dims=self.batch_dims, train=train,
-            )  # fmt: skip
+            rows, flags = key[-2], key[-1]
+            with flagged(self.model, flags):
+                traced = trace_in(
+                    precision_of(self.strategy), self.model, args, kwargs,
+                    mesh=self.mesh, rows=rows, loss=self.loss, batch_dims=self.batch_dims, train=flags[0],
+                )  # fmt: skip
             self._tell(traced.notes)
+            traced.program = settle_outputs(traced.program)
             self.traces[key] = self.rewrite(traced)
         return self.traces[key]
 
     def _compile(self, traced: Traced, loss_only: bool) -> Variant:
-        context = Context(load(self.strategy.hardware), self.pinned, self.strategy.strict)
+        context = Context(load(self.strategy.hardware), self.pinned, self.strategy.strict, mesh=self.pinned_mesh)
         program, prologue = only_loss(traced.program) if loss_only else traced.program, None
         if loss_only and self.strategy.microbatches > 1:
             split = microbatch(program, self.strategy.microbatches, context)
@@ -228,7 +250,9 @@ class Compiler:
         self._tell(context.warnings)
         for name, param in program.params.items():
             if param.layout is not None and param.kind != "constant":
-                self.pinned.setdefault(name, param.layout)
+                held = Layout(tuple((a, t) for a, t in param.layout.types if a != TIME))
+                assert self.pinned.setdefault(name, held) == held, name
+        self.pinned_mesh = replace(program.mesh, microbatches=1)
         return Variant(program, traced.structure, traced.constants, planned, records, prologue)
 
     def _agreed(self, make: Callable[[], Variant]) -> Variant:
@@ -238,7 +262,8 @@ class Compiler:
         except Exception as error:
             self._report(error)
             raise
-        self.agree(fingerprint(*(str(p) for p in made.resharded.params.values()), plan_text(made.resharded)), None)
+        plans = [plan_text(p) for p in (made.resharded, made.prologue) if p is not None and p.form < Form.LOCAL]
+        self.agree(fingerprint(*(str(p) for p in made.resharded.params.values()), *plans), None)
         return made
 
     def _report(self, error: Exception) -> None:
@@ -253,6 +278,19 @@ class Compiler:
         new = [m for m in dict.fromkeys(messages) if m not in self.said]
         self.said.update(new)
         tell(new)
+
+
+@contextmanager
+def flagged(model: nn.Module, flags: tuple[bool, ...]) -> Iterator[None]:
+    """While the context lasts, the model's modules are in the given modes."""
+    before = [(m, m.training) for m in model.modules()]
+    try:
+        for (module, _), flag in zip(before, flags, strict=True):
+            module.training = flag
+        yield
+    finally:
+        for module, flag in before:
+            module.training = flag
 
 
 def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -50,6 +50,8 @@ class Strategy:
     expert_capacity: float | None = None
 
     def __post_init__(self) -> None:
+        if self.microbatches < 1:
+            raise AutoparError("bad-strategy", f"microbatches is {self.microbatches}", "at least 1")
         later = {f.name: f.default for f in fields(self) if f.name in LATER}
         for name, default in later.items():
             if getattr(self, name) != default:

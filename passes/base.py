@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from autopar.cost.hardware import Hardware, load
 from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Form, Program
 
 
@@ -16,9 +17,9 @@ class Context:
     Args:
         hardware: profile that prices ops and conversions.
         pinned: layouts that parameters already have, by name (a retrace must keep them).
+        mesh: the mesh of those layouts, sub-axes included; None where nothing is pinned yet.
         strict: an op without a rule is an error instead of a warning.
         at: coordinates of the rank that ``localize`` lowers for.
-        loss_only: only the loss and the buffers are wanted.
         warnings: messages for the user, each said once by the caller.
     """
 
@@ -26,6 +27,7 @@ class Context:
     pinned: Mapping[str, Layout] = field(default_factory=dict)
     strict: bool = False
     at: Mapping[str, int] = field(default_factory=dict)
+    mesh: Mesh | None = None
     warnings: list[str] = field(default_factory=list)
 
 

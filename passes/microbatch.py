@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopar.errors import AutoparError
+from autopar.ir import ops
 from autopar.ir.layout import P, Shard, Type
 from autopar.ir.mesh import TIME
 from autopar.ir.program import Input, Output, Program
 from autopar.passes.base import Context
 from autopar.passes.data_parallel import DataParallel, batch_dim, start
+from autopar.rules.arguments import arguments
 from autopar.solve.candidates import relations_of, spread
 from autopar.solve.flow import Flow, flow_of
 from autopar.solve.problem import Solution, solve
@@ -47,7 +49,7 @@ def microbatch(program: Program, count: int, context: Context) -> Microbatched:
 def _coupled(program: Program, context: Context) -> list[int]:
     """Places in the outer graph of the values that microbatches must know whole."""
     start(program)
-    flow, relations = flow_of(program), None
+    flow = flow_of(program)
     relations = relations_of(flow)
     shard = batch_shard(program.mesh, TIME, program.rows)
     dims = {v: batch_dim(program, flow, v) for v in sources(flow)}
@@ -72,18 +74,18 @@ def conversions(flow: Flow, solution: Solution) -> Iterator[tuple[int, Type, Typ
 
 
 def _place(program: Program, flow: Flow, value: int) -> int:
-    """Position in the outer graph of a value that depends on inputs alone; refused if it depends on parameters."""
+    """Position in the outer graph of a value that depends on inputs alone; else refused."""
     node = flow.values[value].key[0]
     nodes = list(program.graph.nodes)
     at = next(
         (i for i, n in enumerate(nodes) if (n is node or n.args[:1] == (node,)) and _stands_for(flow, n, value)), None
     )
-    if at is None or flow.values[value].diff or _reads_parameters(nodes[at]):
+    if at is None or _reads_parameters(nodes[at]):
         where = node.meta.get("module") or node.name
         line = f" ({node.meta['source']})" if node.meta.get("source") else ""
         raise AutoparError(
             "batch-coupled-loss",
-            f"{where}{line}: {node.name} couples rows of different microbatches and depends on parameters",
+            f"{where}{line}: {node.name} couples rows of different microbatches and is not known from inputs alone",
             "use microbatches=1",
         )
     return at
@@ -100,12 +102,16 @@ def _reads_parameters(node: fx.Node) -> bool:
     seen, todo = {node}, [node]
     while todo:
         n = todo.pop()
-        if "param" in n.meta and n.meta.get("diff"):
+        if ("param" in n.meta and n.meta.get("diff")) or n.op == "call_module" or _draws(n):
             return True
         fresh = [a for a in n.all_input_nodes if a not in seen]
         seen.update(fresh)
         todo += fresh
     return False
+
+
+def _draws(node: fx.Node) -> bool:
+    return node.target is ops.dropout or (node.target is ops.attention and bool(arguments(node)["dropout"]))
 
 
 def _prologue(program: Program, places: list[int]) -> Program:

@@ -1,6 +1,6 @@
 """Pass ``tensor-parallel``: weights, heads, vocabulary and (with ``sequence``) positions over the ``tp`` axis."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import ClassVar
 
@@ -69,7 +69,7 @@ class TensorParallel(Pass):
         if program.mesh.size("tp") == 1:
             return program
         flow = flow_of(program)
-        program.mesh = sub_axes(program.mesh, flow)
+        program.mesh = sub_axes(program.mesh, flow) if context.mesh is None else _as_before(program.mesh, context.mesh)
         relations = relations_of(flow)
         weights = product_parameters(flow)
         exempt: set[int] = set()
@@ -98,6 +98,11 @@ class TensorParallel(Pass):
             write(program, flow, axis, solution)
         context.warnings += _held_whole(program, flow, weights - exempt)
         return program
+
+
+def _as_before(mesh: Mesh, pinned: Mesh) -> Mesh:
+    """The mesh with the sub-axes that parameters are already laid out on."""
+    return replace(mesh, axes=pinned.axes)
 
 
 def sub_axes(mesh: Mesh, flow: Flow) -> Mesh:
@@ -225,7 +230,7 @@ class _Space:
 
     def _pinned(self, v: int) -> Type | None:
         layout = self.context.pinned.get(self.flow.values[v].key[0].meta["param"])
-        return layout.get(self.axis) if layout is not None else None
+        return layout[self.axis] if layout is not None else None
 
     def _hold(self, v: int, kind: Type) -> float:
         value = self.flow.values[v]

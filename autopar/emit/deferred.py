@@ -13,13 +13,14 @@ from autopar.runtime.random import Streams
 class Deferred(ParallelModule):
     """Becomes what ``build(args, kwargs)`` makes when it is first called; has no parameters until then."""
 
-    def __init__(self, build: Callable[[tuple[Any, ...], dict[str, Any]], ParallelModule]) -> None:
+    def __init__(self, build: Callable[[tuple[Any, ...], dict[str, Any]], ParallelModule], training: bool) -> None:
         super(ParallelModule, self).__init__()
-        self.__dict__["_build"] = build
+        self.__dict__.update(_build=build, training=training)
 
     def _become(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         made = self.__dict__["_build"](args, kwargs)
-        made.train(self.training)
+        if made.training != self.training:
+            made.train(self.training)
         self.__dict__.clear()
         self.__dict__.update(made.__dict__)
         self.__class__ = ParallelModule  # type: ignore[assignment]

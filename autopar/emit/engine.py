@@ -127,6 +127,9 @@ class Engine:
         if self._root._is_root is None:
             return
         self.units[-1].reset_iter_state()  # type: ignore[operator]
+        self._set_sync(self.sync)
+        for unit in self.units:
+            unit.set_reshard_after_backward(True, recurse=False)  # type: ignore[operator]
         self.forget()
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
 
-LIMIT = 1 << 20  # bytes that are hashed at every call
+LIMIT = 1 << 20  # bytes of rows that are hashed at every call
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,21 @@ class Agreement:
         raise AutoparError("rank-mismatch", f"mesh {self.mesh}: {why}", fix)
 
 
-def checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """A hash of the values of CPU tensors of at most ``LIMIT`` bytes together; 0 otherwise: unknown."""
+def checksum(tensors: Iterable[torch.Tensor], limit: int | None = None) -> int:
+    """A hash of the bytes; 0 (unknown) where there are none. With ``limit``: only of fewer bytes, on the CPU."""
     tensors = list(tensors)
-    if not tensors or any(t.device.type != "cpu" for t in tensors) or sum(t.nbytes for t in tensors) > LIMIT:
+    unknown = limit is not None and (
+        any(t.device.type != "cpu" for t in tensors) or sum(t.nbytes for t in tensors) > limit
+    )
+    if not tensors or unknown:
         return 0
     digest = hashlib.blake2b(digest_size=7)
     for t in tensors:
-        digest.update(t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        raw = t.detach().contiguous().reshape(-1).view(torch.uint8)
+        if t.device.type == "cpu":
+            digest.update(raw.numpy().tobytes())
+        else:  # integer sums, which are the same on every device
+            place = torch.arange(raw.numel(), device=raw.device) % 65521
+            sums = (int(raw.sum(dtype=torch.int64)), int((raw.to(torch.int64) * place).sum()))
+            digest.update(repr(sums).encode())
     return 1 + int.from_bytes(digest.digest(), "little")

@@ -22,6 +22,7 @@ from autopar.passes.pipeline import parse, run
 from autopar.passes.zero import Zero
 from autopar.runtime.random import Streams
 from autopar.runtime.simulate import device_mesh, run_ranks
+from autopar.solve.batch import settle_outputs
 from autopar.strategy import Strategy
 from autopar.trace import Structure, Traced, trace
 from autopar.trace.structure import scan
@@ -114,7 +115,10 @@ class _Bench:
         self.plain = trace(
             model, args0, kwargs0, mesh=sizes, rows=self.rows, loss=loss, batch_dims=batch_dims, train=model.training
         )
+        self.plain.program = settle_outputs(self.plain.program)
         self.notes = [*self.plain.notes]
+        if strategy.microbatches > 1:
+            self.notes.append("microbatches are not part of this comparison: a step runs on all rows at once")
         self.model = deepcopy(model)
         self.faithful = self._trace_errors(structure)
         self.traced = quiet(self.plain)
@@ -123,6 +127,7 @@ class _Bench:
             self.inputs = [t.to(WIDE.get(t.dtype, t.dtype)) for t in self.inputs]
         self.structure = structure
         self.pinned: dict[str, Layout] = {}
+        self.pinned_mesh: Mesh | None = None
 
     def cut(self, index: int) -> list[Tensor]:
         """The inputs of data rank ``index``."""
@@ -175,8 +180,11 @@ class _Bench:
     def plan(self, loss_only: bool) -> Program:
         """The program of all ranks, before ``localize``."""
         program = only_loss(self.traced.program) if loss_only else self.traced.program
-        pinned = {} if loss_only else self.pinned
-        planned = run(program, self.passes[: self.local], Context(strict=self.strategy.strict, pinned=pinned))
+        context = Context(strict=self.strategy.strict)
+        if not loss_only:
+            context.pinned, context.mesh = self.pinned, self.pinned_mesh
+        planned = run(program, self.passes[: self.local], context)
+        self.pinned_mesh = planned.mesh
         self.pinned = {n: p.layout for n, p in planned.params.items() if p.layout and p.kind != "constant"}
         return planned
 
@@ -281,7 +289,7 @@ def _draws(program: Program) -> bool:
 
 def cotangent(x: Tensor) -> Tensor:
     """Fixed, uneven weights that depend on the values' place within a row only, so that ranks agree."""
-    shape = x.shape[1:] if x.ndim > 1 else x.shape
+    shape = x.shape[1:]
     return torch.cos(torch.arange(shape.numel(), dtype=x.dtype)).reshape(shape)
 
 
