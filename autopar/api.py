@@ -86,7 +86,8 @@ def parallelize(
         compiler.model = hollow or blueprint(model)
         module = ParallelModule(compiler, first.program, place, tensors, {**place.axes, "rng": Streams(seed)})
         mirror(module, model)
-        compiler.modes = lambda: {n: m.training for n, m in module.named_modules()}
+        tree = module._skeleton.root  # not the module: it holds the compiler, and groups end with the last reference
+        compiler.modes = lambda: {n: m.training for n, m in tree.named_modules()}
         return module
 
     example = example_of(model, args, kwargs)
