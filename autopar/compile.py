@@ -16,7 +16,7 @@ from autopar.cost.hardware import load
 from autopar.errors import AutoparError, AutoparWarning
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import TIME, Mesh
-from autopar.ir.program import Form, Program
+from autopar.ir.program import Program
 from autopar.passes.base import Context
 from autopar.passes.microbatch import microbatch
 from autopar.passes.pipeline import Record, parse, run
@@ -262,8 +262,7 @@ class Compiler:
         except Exception as error:
             self._report(error)
             raise
-        plans = [plan_text(p) for p in (made.resharded, made.prologue) if p is not None and p.form < Form.LOCAL]
-        self.agree(fingerprint(*(str(p) for p in made.resharded.params.values()), *plans), None)
+        self.agree(fingerprint(*(str(p) for p in made.resharded.params.values()), plan_text(made.resharded)), None)
         return made
 
     def _report(self, error: Exception) -> None:
