@@ -16,7 +16,7 @@ from autopar.ir.mesh import Mesh
 Step = str | None
 """A collective, or None where a conversion moves nothing between ranks."""
 
-_TABLE: dict[tuple[type, type], tuple[Step, Step]] = {
+CONVERSIONS: dict[tuple[type, type], tuple[Step, Step]] = {
     (Shard, Replicated): ("all_gather", "reduce_scatter"),
     (Shard, Invariant): ("all_gather", None),
     (Shard, Partial): (None, None),
@@ -30,6 +30,7 @@ _TABLE: dict[tuple[type, type], tuple[Step, Step]] = {
     (Partial, Replicated): ("all_reduce", "all_reduce"),
     (Partial, Shard): ("reduce_scatter", "all_gather"),
 }
+"""Collectives of a change of type, forward and backward; from one shard to another, see ``collectives``."""
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
@@ -61,7 +62,7 @@ def collectives(src: Type, dst: Type) -> tuple[Step, Step]:
         return None, None
     if isinstance(src, Shard) and isinstance(dst, Shard):
         return ("all_to_all", "all_to_all") if src.dim != dst.dim else ("all_gather", "all_gather")
-    return _TABLE[type(src), type(dst)]
+    return CONVERSIONS[type(src), type(dst)]
 
 
 def collective_bytes(collective: Step, whole: Number, ways: Number) -> Number:

@@ -14,9 +14,11 @@ import torch
 from torch import fx
 
 from autopar.cost.hardware import Hardware
+from autopar.cost.local import STEPS
 from autopar.cost.symbols import Number, maximum, product, ratio
 from autopar.ir import ops
 from autopar.ir.program import Spec, specs, tensor_args
+from autopar.runtime import loss, random
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class NodeCost:
 
 
 FREE = NodeCost()
+ATTENTIONS = (ops.attention, random.attention_with_dropout)
 
 
 def words(text: str) -> frozenset[str]:
@@ -99,9 +102,9 @@ def node_cost(node: fx.Node, shapes: Shapes = global_values) -> NodeCost:
     Matmuls, convolutions and attention by their formula; every other op is priced by the bytes of its tensors and one
     flop an element. Conversions and block calls are free here: ``communication`` and ``program`` price them.
     """
-    if node.op != "call_function" or is_view(node) or node.target is ops.convert:
+    if node.op != "call_function" or is_view(node) or node.target is ops.convert or node.target in STEPS:
         return FREE
-    if node.target is ops.attention:
+    if node.target in ATTENTIONS:
         return _attention(node, shapes)
     formula = _MATMULS.get(op_name(node))
     return formula(node, shapes) if formula else _memory(node, shapes)
@@ -145,6 +148,11 @@ def bound(node: fx.Node) -> dict[str, Any]:
     return {**defaults, **dict(zip(names, node.args)), **node.kwargs}
 
 
+def dropout_of(args: dict[str, Any]) -> float:
+    """The probability at which an attention with these arguments drops entries."""
+    return args["p"] if "p" in args else args["dropout"]
+
+
 def _of(node: fx.Node, shapes: Shapes) -> Value:
     value = shapes(node)[0]
     assert value is not None, node
@@ -161,7 +169,7 @@ def _traffic(node: fx.Node, shapes: Shapes) -> tuple[Number, Number]:
 def _memory(node: fx.Node, shapes: Shapes) -> NodeCost:
     """An op bound by memory. Backward: read the gradient and the inputs again, write the inputs' gradients."""
     traffic, gradients = _traffic(node, shapes)
-    if node.target is torch.ops.aten.embedding.default:
+    if node.target in (torch.ops.aten.embedding.default, loss.vocabulary_embedding):
         return _embedding(node, shapes)
     values = [v for v in shapes(node) if v is not None]
     work = maximum(*(v.numel for v in (*values, *(_of(n, shapes) for n in tensor_args(node)))), 0)
@@ -187,6 +195,12 @@ def _matmul(node: fx.Node, shapes: Shapes, a: fx.Node, b: fx.Node, dims: tuple[N
     moved = _of(a, shapes).bytes + _of(b, shapes).bytes + out.bytes
     wanted = sum(map(differentiable, (a, b))) if differentiable(node) else 0
     return NodeCost(flops, moved, wanted * flops, wanted * moved, "matmul", (m, n, k))
+
+
+def factors(node: fx.Node) -> list[fx.Node]:
+    """The two factors of a matmul or a convolution."""
+    args = bound(node)
+    return [args["input"], args["weight"]] if "weight" in args else tensor_args(node)[-2:]
 
 
 def _linear(node: fx.Node, shapes: Shapes) -> NodeCost:
@@ -231,7 +245,7 @@ def _attention(node: fx.Node, shapes: Shapes) -> NodeCost:
     moved = q.bytes + k.bytes + v.bytes + out.bytes
     if args["mask"] is not None:
         moved = moved + _of(args["mask"], shapes).bytes
-    if not args["dropout"]:
+    if not dropout_of(args):
         flops = ratio(flops, 2) if args["is_causal"] else flops
         cost, back = NodeCost(flops, moved, ratio(5 * flops, 2), 2 * moved, "attention"), differentiable(node)
     else:

@@ -13,7 +13,7 @@ Assumed of activations:
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,23 @@ import torch
 from torch import fx
 
 from autopar.cost.communication import collectives
-from autopar.cost.compute import Shapes, Value, bound, differentiable, is_view, op_name, words
+from autopar.cost.compute import (
+    ATTENTIONS,
+    Shapes,
+    Value,
+    bound,
+    differentiable,
+    dropout_of,
+    is_view,
+    op_name,
+    words,
+)
+from autopar.cost.local import IDENTITIES, STEPS
 from autopar.cost.symbols import Number, product, ratio
 from autopar.ir import ops
 from autopar.ir.layout import Shard
 from autopar.ir.program import Program, tensor_args
+from autopar.runtime import loss
 
 
 @dataclass(frozen=True)
@@ -93,24 +105,24 @@ _OUTPUT = words(
 )
 _INPUTS = words("maximum minimum atan2 mse_loss")
 _NOTHING = words(
-    "add sub rsub neg mean sum cat stack _to_copy to clone copy convert cumsum roll flip pad constant_pad_nd repeat "
-    "lift_fresh_copy contiguous triu tril"
+    "add sub rsub neg mean mean_of_total sum cat stack _to_copy to clone copy convert cumsum roll flip pad "
+    "constant_pad_nd repeat lift_fresh_copy contiguous triu tril"
 )
 _BILINEAR = words("mul linear mm bmm matmul addmm baddbmm convolution conv1d conv2d conv3d")
-_INDICES = {"embedding": 1, "index_select": 1, "masked_fill": 1, "where": 0}
+_INDICES = {"embedding": 1, "vocabulary_embedding": 1, "index_select": 1, "masked_fill": 1, "where": 0}
 _STATISTICS = {"group_norm": 2, "layer_norm": 2, "native_layer_norm": 2, "rms_norm": 1}
 
 
 def saved(node: fx.Node, shapes: Shapes) -> Saved:
     """What autograd keeps of ``node`` for its backward; nothing where no gradient flows."""
-    if node.op != "call_function" or is_view(node) or not differentiable(node):
+    if node.op != "call_function" or is_view(node) or not differentiable(node) or node.target in STEPS:
         return Saved()
-    if node.target is ops.attention:
+    if node.target in ATTENTIONS:
         return _attention(node, shapes)
     name, inputs = op_name(node), tensor_args(node)
     if name == "dropout":
         return Saved(extra=_first(node, shapes).numel)
-    if node.target is ops.token_loss:
+    if node.target in (ops.token_loss, loss.token_loss):
         # log-softmax of the logits, as F.cross_entropy keeps it.
         return Saved((inputs[1],), _first(inputs[0], shapes).bytes)
     if name in _INDICES:
@@ -158,7 +170,7 @@ def _attention(node: fx.Node, shapes: Shapes) -> Saved:
     q, k = _first(kept[0], shapes), _first(kept[1], shapes)
     mask = (args["mask"],) if args["mask"] is not None else ()
     rows = product(q.shape[:-1])
-    if args["dropout"]:
+    if dropout_of(args):
         # Probabilities before and after dropout, and its mask (arXiv:2205.05198, section 4.1).
         return Saved(kept, rows * k.shape[-2] * (2 * q.dtype.itemsize + 1))
     return Saved((*kept, *mask, node), rows * max(4, q.dtype.itemsize))
@@ -183,6 +195,8 @@ def storage(node: fx.Node) -> fx.Node:
 
 
 def _moves_nothing(node: fx.Node) -> bool:
+    if node.target in IDENTITIES:
+        return True
     if node.target is not ops.convert:
         return False
     src, dst = bound(node)["src"], bound(node)["dst"]
@@ -192,25 +206,36 @@ def _moves_nothing(node: fx.Node) -> bool:
 
 def activations(program: Program, shapes: Shapes) -> Number:
     """Bytes of everything that autograd keeps on one rank at the end of the forward."""
-    owners: set[tuple[fx.Node | None, fx.Node]] = set()
-    extra: Number = 0
-    kept = {name: [saved(node, shapes) for node in graph.nodes] for name, graph in program.graphs()}
-    for call, name in _instances(program):
-        extra = extra + sum(s.extra for s in kept[name])
-        values = (value for s in kept[name] for value in s.values)
-        owners.update(filter(None, (_owner(program, call, value) for value in values)))
-    counts = Counter(node for _, node in owners)
-    return extra + sum(count * _first(node, shapes).bytes for node, count in counts.items())
+    found = list(_kept(program, shapes))
+    counts = Counter(node for _, node in {owner for _, _, owners in found for owner in owners})
+    return sum(extra for _, extra, _ in found) + sum(n * _first(node, shapes).bytes for node, n in counts.items())
 
 
-def _instances(program: Program) -> Iterable[tuple[fx.Node | None, str]]:
-    """(call, block's name) of every block instance, and (None, "") for the outer graph."""
-    yield None, ""
-    for call in program.calls():
-        yield call, str(call.target)
+def activations_by_node(program: Program, shapes: Shapes) -> dict[fx.Node, Number]:
+    """What each node of the outer graph is the first to keep, calls as wholes, in order; together ``activations``."""
+    seen: set[Owner] = set()
+    out: dict[fx.Node, Number] = {}
+    for at, extra, owners in _kept(program, shapes):
+        fresh = {*owners} - seen
+        seen |= fresh
+        out[at] = extra + sum(_first(node, shapes).bytes for _, node in fresh)
+    return out
 
 
-def _owner(program: Program, call: fx.Node | None, value: fx.Node) -> tuple[fx.Node | None, fx.Node] | None:
+Owner = tuple[fx.Node | None, fx.Node]  # the call of a block, or None for the outer graph; the node in it
+
+
+def _kept(program: Program, shapes: Shapes) -> Iterator[tuple[fx.Node, Number, list[Owner]]]:
+    """(outer node, extra bytes, values kept) of each op and each call of the outer graph."""
+    blocks = {name: [saved(n, shapes) for n in block.graph.nodes] for name, block in program.blocks.items()}
+    for at in program.graph.nodes:
+        call = at if at.op == "call_module" else None
+        kept = blocks[str(at.target)] if call else [saved(at, shapes)]
+        values = (value for s in kept for value in s.values)
+        yield at, sum(s.extra for s in kept), list(filter(None, (_owner(program, call, value) for value in values)))
+
+
+def _owner(program: Program, call: fx.Node | None, value: fx.Node) -> Owner | None:
     """Where a value's memory lives: (block instance, node), or None for a parameter or an input of the model."""
     node = storage(value)
     while True:

@@ -70,7 +70,7 @@ def price(
     """
     check_priced(program)
     sizes = mesh_sizes(program.mesh) if sizes is None else sizes
-    links = _Links(program, hardware) if links is None else links
+    links = Links(program, hardware) if links is None else links
     shapes = local_shapes(sizes)
     total = _Bill()
     for name, graph in program.graphs():
@@ -104,7 +104,7 @@ def closed_form(program: Program, hardware: Hardware, links: Mapping[str, Link] 
     return price(program, hardware, sizes=axis_sizes(names), links=every)
 
 
-class _Links(dict[str, Link]):
+class Links(dict[str, Link]):
     """Links by axis (or axes joined by ``+``), made when first asked for."""
 
     def __init__(self, program: Program, hardware: Hardware) -> None:
@@ -127,7 +127,7 @@ def _bill(
         cost = node_cost(node, shapes)
         if cost.kind == "free":
             continue
-        seconds = compute.seconds(cost, hardware, _work_dtype(node))
+        seconds = compute.seconds(cost, hardware, work_dtype(node))
         bill.flops[0] = bill.flops[0] + cost.flops
         bill.seconds[0] = bill.seconds[0] + seconds[0]
         if training:
@@ -151,7 +151,7 @@ def _convert(bill: _Bill, node: fx.Node, sizes: Sizes, links: Mapping[str, Link]
         bill.send((axis, collective, when), 1, sent, seconds)
 
 
-def _work_dtype(node: fx.Node) -> torch.dtype:
+def work_dtype(node: fx.Node) -> torch.dtype:
     """The dtype that an op computes in: the first floating one of its results and inputs."""
     found: Iterator[Spec | None] = (s for n in (node, *node.all_input_nodes) for s in specs(n))
     return next((s.dtype for s in found if isinstance(s, Spec) and s.is_float), torch.float32)

@@ -1,0 +1,206 @@
+"""What each unit of a program costs a stage: the pieces that a pipeline may cut between, with seconds and bytes.
+
+A backward is split as schedules split it: I makes the gradients of activations, W those of parameters. A product's two
+matmuls go one to each; what only carries parameters (a cast, a gather) is W's, everything else I's.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.cost import communication, compute, memory
+from autopar.cost.balance import Unit
+from autopar.cost.communication import Link, Step
+from autopar.cost.compute import NodeCost, Shapes, differentiable, global_values, node_cost, op_name
+from autopar.cost.hardware import Hardware
+from autopar.cost.local import STEPS, axis_of, steps_of
+from autopar.cost.program import Links, work_dtype
+from autopar.cost.shares import Sizes, check_priced, layouts, local_shapes, local_value, mesh_sizes
+from autopar.cost.symbols import product
+from autopar.cost.zero import Stage
+from autopar.ir import ops
+from autopar.ir.layout import I
+from autopar.ir.mesh import TIME, Mesh
+from autopar.ir.program import Form, Program, Spec, specs, tensor_args
+
+Part = tuple[float, float, float]  # seconds of F, I and W
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Nodes of the outer graph that stay together: a call of a block with what reads its results, or a run of ops."""
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+
+
+def pieces(program: Program) -> tuple[Piece, ...]:
+    """The outer graph as a chain: one piece for each call of a block, one for what stands before, one for what follows.
+
+    Ops between two calls belong to the later one. What stands before or behind all calls joins the nearest one if it
+    reads no parameter. A program that calls no block is one piece.
+    """
+    runs: list[list[fx.Node]] = [[]]
+    called = False
+    for node in program.graph.nodes:
+        if node.op not in ("call_function", "call_module"):
+            continue
+        if called and not (op_name(node) == "getitem" and node.args[0] in runs[-1]):
+            runs.append([])
+            called = False
+        if node.op == "call_module":
+            if len(runs) == 1 and _reads_parameters(program, runs[-1]):
+                runs.append([])
+            called = True
+        runs[-1].append(node)
+    if len(runs) > 1 and not called and not _reads_parameters(program, runs[-1]):
+        runs[-2:] = [[*runs[-2], *runs[-1]]]
+    return tuple(Piece(_name(program, run), tuple(run)) for run in runs if run)
+
+
+def units(
+    program: Program, hardware: Hardware, chain: Sequence[Piece] | None = None, zero: Stage | None = None
+) -> tuple[Unit, ...]:
+    """Seconds and bytes of each piece of ``chain`` (``pieces`` where None), for one microbatch of one rank.
+
+    Args:
+        program: Form LOCAL (the shapes of the rank that it was lowered for), or RESHARDED; any earlier Form on a mesh
+            of one rank. Of a program split in microbatches, its main part.
+        zero: the engine over the data axes, which shares states out; stage 0 where None.
+
+    A parameter that several pieces read counts in each; a value that several keep, in the first. Collectives are not
+    hidden. Raises AutoparError ``unpriced-form``, ``missing-layout``, ``no-peak``.
+    """
+    tally = _Tally(program, hardware)
+    kept = memory.activations_by_node(program, tally.shapes)
+    out = []
+    for piece in pieces(program) if chain is None else chain:
+        forward, backward, weight = _sum(tally.of(n) for n in piece.nodes)
+        parameters, states = _states(program, piece, tally.shapes, zero or Stage())
+        held = float(sum(kept[n] for n in piece.nodes))
+        out.append(Unit(piece.name, forward, backward, weight, parameters, states, held))
+    return tuple(out)
+
+
+def send_seconds(count: float, hardware: Hardware, mesh: Mesh) -> float:
+    """Seconds of a message of ``count`` bytes between neighbours on ``pp``; over the network if that leaves a node."""
+    tier = hardware.inner if communication.link_of(hardware, mesh, "pp").nodes == 1 else hardware.outer
+    return tier.base + tier.latency + count / tier.rate("other")
+
+
+class _Tally:
+    """Seconds of the nodes of a program; those of a block are added up once."""
+
+    def __init__(self, program: Program, hardware: Hardware) -> None:
+        self.program, self.hardware = program, hardware
+        self.local = program.form >= Form.LOCAL
+        if not self.local:
+            check_priced(program)
+        self.sizes: Sizes = {**mesh_sizes(program.mesh), TIME: program.mesh.microbatches}
+        self.links: Mapping[str, Link] = Links(program, hardware)
+        self.shapes: Shapes = global_values if self.local else local_shapes(self.sizes)
+        self.blocks = {name: self._graph(block.graph) for name, block in program.blocks.items()}
+        self.outer = _weights(program.graph)
+
+    def of(self, node: fx.Node) -> Part:
+        """Seconds of a node of the outer graph."""
+        return self.blocks[str(node.target)] if node.op == "call_module" else self._node(node, self.outer)
+
+    def _graph(self, graph: fx.Graph) -> Part:
+        weights = _weights(graph)
+        return _sum(self._node(node, weights) for node in graph.nodes)
+
+    def _node(self, node: fx.Node, weights: set[fx.Node]) -> Part:
+        if node.op != "call_function":
+            return 0.0, 0.0, 0.0
+        if node.target is ops.convert or node.target in STEPS:
+            forward, backward = self._conversion(node)
+            return (forward, 0.0, backward) if node in weights else (forward, backward, 0.0)
+        cost = node_cost(node, self.shapes)
+        forward, backward = map(float, compute.seconds(cost, self.hardware, work_dtype(node)))
+        weight = backward * _weight_share(node, cost, weights)
+        return forward, backward - weight, weight
+
+    def _conversion(self, node: fx.Node) -> tuple[float, float]:
+        """Seconds of a conversion's collectives, forward and backward."""
+        axis, whole, steps = self._local(node) if self.local else self._global(node)
+        if axis == TIME:
+            return 0.0, 0.0
+        ways = self.sizes[axis]
+        forward, backward = (float(communication.collective_seconds(s, whole, ways, self.links[axis])) for s in steps)
+        return forward, backward if differentiable(node) else 0.0
+
+    def _global(self, node: fx.Node) -> tuple[str, float, tuple[Step, Step]]:
+        args, spec = compute.bound(node), specs(node)[0]
+        assert isinstance(spec, Spec)
+        whole = local_value(spec, layouts(node)[0].having(args["axis"], I), self.sizes).bytes
+        return args["axis"], float(whole), communication.collectives(args["src"], args["dst"])
+
+    def _local(self, node: fx.Node) -> tuple[str, float, tuple[Step, Step]]:
+        axis, steps = axis_of(node), steps_of(node)
+        ends = [v.bytes for n in (node, tensor_args(node)[0]) if (v := self.shapes(n)[0]) is not None]
+        ways = self.program.mesh.size(axis) if steps[0] == "all_to_all" else 1
+        return axis, float(max(map(float, ends)) * ways), steps
+
+
+def _sum(parts: Iterable[Part]) -> Part:
+    forward, backward, weight = 0.0, 0.0, 0.0
+    for f, i, w in parts:
+        forward, backward, weight = forward + f, backward + i, weight + w
+    return forward, backward, weight
+
+
+def _weights(graph: fx.Graph) -> set[fx.Node]:
+    """Trained parameters, and what carries gradients to them and depends on no input."""
+    fixed: set[fx.Node] = set()
+    for node in graph.nodes:
+        inputs = (n for n in node.all_input_nodes if "handle" not in n.meta)
+        made = node.op == "call_function" and fixed.issuperset(inputs)
+        if made or (node.op == "placeholder" and "param" in node.meta):
+            fixed.add(node)
+    return {n for n in fixed if differentiable(n)}
+
+
+def _weight_share(node: fx.Node, cost: NodeCost, weights: set[fx.Node]) -> float:
+    """The part of an op's backward that makes gradients of parameters."""
+    carriers = [n for n in tensor_args(node) if differentiable(n)]
+    if not carriers or weights.issuperset(carriers):
+        return 1.0 if carriers else 0.0
+    if cost.kind != "matmul":
+        return 0.0
+    factors = [n for n in compute.factors(node) if differentiable(n)]
+    return sum(n in weights for n in factors) / len(factors)
+
+
+def _states(program: Program, piece: Piece, shapes: Shapes, zero: Stage) -> tuple[float, float]:
+    """Bytes of the parameters and buffers that a piece reads, and with gradients and optimizer (AdamW, their dtype)."""
+    read = {str(n.meta["param"]): n for node in piece.nodes for n in node.all_input_nodes if "param" in n.meta}
+    ways = product(program.mesh.size(a) for a in program.mesh.data_axes)
+    parameters, fixed, trained = 0.0, 0.0, memory.States()
+    for name, node in read.items():
+        param, value = program.params[name], shapes(node)[0]
+        assert value is not None
+        if param.kind == "parameter" and param.trainable and param.spec.is_float:
+            trained = trained + memory.states(value.numel, memory.adamw(value.dtype))
+        else:
+            fixed += float(value.bytes)
+        parameters += float(value.bytes) if param.kind == "parameter" else 0.0
+    return parameters, fixed + float(zero.held(trained, ways).total)
+
+
+def _reads_parameters(program: Program, nodes: Iterable[fx.Node]) -> bool:
+    return any(_is_parameter(program, n) for node in nodes for n in node.all_input_nodes)
+
+
+def _is_parameter(program: Program, node: fx.Node) -> bool:
+    return "param" in node.meta and program.params[str(node.meta["param"])].kind == "parameter"
+
+
+def _name(program: Program, nodes: Sequence[fx.Node]) -> str:
+    """The path of the call, else the module of the first op that reads a parameter, else of the first op."""
+    for node in nodes:
+        if node.op == "call_module":
+            return str(node.meta["path"])
+    named = [n for n in nodes if _reads_parameters(program, [n])] or list(nodes)
+    return str(named[0].meta.get("module") or named[0].name)
