@@ -1,9 +1,11 @@
 """What units cost: together the price of the program, the same in every Form, split as backwards are."""
 
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 import pytest
+import torch
 from torch import fx
 
 from autopar.cli import _lower
@@ -15,9 +17,12 @@ from autopar.cost.shares import local_shapes, mesh_sizes
 from autopar.cost.units import Piece, pieces, send_seconds, units
 from autopar.cost.zero import Stage
 from autopar.errors import AutoparError
+from autopar.ir.layout import I, Layout, P, R, plain_shard
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Form, Program
-from tests.cost.build import Sizes, layers
+from autopar.passes.base import Context
+from autopar.passes.localize import Localize
+from tests.cost.build import Builder, Sizes, layers
 
 HW = load("h100")
 CASES = [
@@ -49,6 +54,24 @@ def test_units_add_up_to_the_price_and_are_the_same_once_local(name: str, mesh: 
     for a, b in zip(local, found):
         for field in ("forward", "input", "weight", "parameters", "states", "activations"):
             assert getattr(a, field) == pytest.approx(getattr(b, field), rel=1e-6), (a.name, field)
+
+
+SHARDS = {"S0": plain_shard(0, 8, 4), "S1": plain_shard(1, 12, 4)}
+TYPES: dict[str, Any] = {"I": I, "R": R, "P": P, **SHARDS}
+
+
+@pytest.mark.parametrize(("src", "dst"), list(permutations(TYPES, 2)))
+def test_every_conversion_costs_the_same_once_local(src: str, dst: str) -> None:
+    build = Builder()
+    x = build.placeholder("x", (8, 12), torch.float32, Layout((("tp", TYPES[src]),)), input=0)
+    build.graph.output((build.convert(x, "tp", TYPES[src], TYPES[dst]),))
+    program = Program(Mesh.of({"tp": 4}), build.graph, {}, {}, (), (), form=Form.RESHARDED)
+    (found,), (local,) = units(program, HW), units(Localize().rewrite(program.clone(), Context()), HW)
+    sent = price(program, HW)
+    assert found.forward == pytest.approx(sum(float(t.seconds) for t in sent.traffic if t.when == "forward"))
+    assert found.input == pytest.approx(sum(float(t.seconds) for t in sent.traffic if t.when == "backward"))
+    assert (local.forward, local.input) == pytest.approx((found.forward, found.input))
+    assert local.activations == local.weight == found.weight == 0
 
 
 def test_the_chain_of_a_model() -> None:
