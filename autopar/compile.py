@@ -1,5 +1,6 @@
 """From a model and a way of calling it to a program for a rank; each way is compiled once."""
 
+import gc
 import hashlib
 import inspect
 import warnings
@@ -176,9 +177,10 @@ class Compiler:
         """The variant for a call; compiled where it is new. Collective: every rank calls it with its own rows."""
         key = self._key(args, kwargs, train, "loss" if loss_only else "outputs")
         if (key, loss_only) not in self.variants:
-            self.variants[key, loss_only] = self._agreed(
-                lambda: self._compile(self._traced(key, args, kwargs), loss_only)
-            )
+            with uncollected():
+                self.variants[key, loss_only] = self._agreed(
+                    lambda: self._compile(self._traced(key, args, kwargs), loss_only)
+                )
         return self.variants[key, loss_only]
 
     def example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool) -> Variant:
@@ -241,12 +243,12 @@ class Compiler:
         if prologue is not None:
             at = self.at(traced.program.mesh)
             prologue = run(prologue, "data-parallel,reshard,localize", Context(context.hardware, at=at))
-        planned = program
         records: list[Record] = []
-        for p in parse(self.strategy.pipeline):
-            if p.name == "localize":
-                planned, context.at = program, self.at(program.mesh)
-            program = run(program, [p], context, on_pass=lambda _, __, record: records.append(record))
+        passes = parse(self.strategy.pipeline)
+        local = next((i for i, p in enumerate(passes) if p.name == "localize"), len(passes))
+        planned = run(program, passes[:local], context, records=records)
+        context.at = self.at(planned.mesh)
+        program = run(planned, passes[local:], context, records=records)
         self._tell(context.warnings)
         for name, param in program.params.items():
             if param.layout is not None and param.kind != "constant":
@@ -277,6 +279,18 @@ class Compiler:
         new = [m for m in dict.fromkeys(messages) if m not in self.said]
         self.said.update(new)
         tell(new)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No automatic garbage collection meanwhile: what compiling makes stays, and to look through it takes as long."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager
