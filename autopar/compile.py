@@ -31,6 +31,7 @@ from autopar.trace.tracing import batch_dims_of
 
 Loss = Callable[[Any], Tensor]
 OnPass = Callable[[str, Program], None]
+MANY = 16  # traces after which the user is told of them
 SAMPLES = 16  # values of each tensor of the model that ranks compare
 
 
@@ -43,12 +44,12 @@ class Agree(Protocol):
 
 @dataclass
 class Variant:
-    """A LOCAL program for one way of calling the model, and the same program before ``localize``."""
+    """A LOCAL program for one way of calling the model, and what it was before ``localize``: equal on all ranks."""
 
     program: Program
     structure: Structure
     constants: dict[str, Tensor]
-    resharded: Program
+    plans: tuple[Program, ...]
     records: list[Record] = field(default_factory=list)
     prologue: Program | None = None  # LOCAL: what a step in microbatches computes once, from all rows
 
@@ -232,6 +233,11 @@ class Compiler:
             self._tell(traced.notes)
             traced.program = settle_outputs(traced.program)
             self.traces[key] = self.rewrite(traced)
+            if len(self.traces) == MANY:
+                self._tell([
+                    f"the model was traced for {MANY} ways of calling it, each compiled and kept: shapes, numbers and "
+                    "strings among the inputs, and modes; pad to fewer shapes, pass numbers as tensors"
+                ])  # fmt: skip
         return self.traces[key]
 
     def _compile(self, traced: Traced, loss_only: bool) -> Variant:
@@ -240,9 +246,11 @@ class Compiler:
         if loss_only and self.strategy.microbatches > 1:
             split = microbatch(program, self.strategy.microbatches, context)
             program, prologue = split.main, split.prologue
+        before = None
         if prologue is not None:
-            at = self.at(traced.program.mesh)
-            prologue = run(prologue, "data-parallel,reshard,localize", Context(context.hardware, at=at))
+            early = Context(context.hardware, at=self.at(traced.program.mesh))
+            before = run(prologue, "data-parallel,reshard", early)
+            prologue = run(before, "localize", early)
         records: list[Record] = []
         passes = parse(self.strategy.pipeline)
         local = next((i for i, p in enumerate(passes) if p.name == "localize"), len(passes))
@@ -255,7 +263,8 @@ class Compiler:
                 held = Layout(tuple((a, t) for a, t in param.layout.types if a != TIME))
                 assert self.pinned.setdefault(name, held) == held, name
         self.pinned_mesh = replace(program.mesh, microbatches=1)
-        return Variant(program, traced.structure, traced.constants, planned, records, prologue)
+        plans = (planned,) if before is None else (before, planned)
+        return Variant(program, traced.structure, traced.constants, plans, records, prologue)
 
     def _agreed(self, make: Callable[[], Variant]) -> Variant:
         """What ``make`` returns, once every rank has made the same plan; an error anywhere is an error everywhere."""
@@ -264,7 +273,7 @@ class Compiler:
         except Exception as error:
             self._report(error)
             raise
-        self.agree(fingerprint(*(str(p) for p in made.resharded.params.values()), plan_text(made.resharded)), None)
+        self.agree(fingerprint(*(t for p in made.plans for t in (plan_text(p), *map(str, p.params.values())))), None)
         return made
 
     def _report(self, error: Exception) -> None:

@@ -20,10 +20,11 @@ from autopar.verify.structure import fault
 def check_layouts(program: Program, after: str = "") -> None:
     """Recompute each node's types on each axis.
 
-    Raises AutoparError ``layout-mismatch`` where a reader gets another layout than it is computed for, or an op
-    cannot make its output from its inputs (a partial value that meets a nonlinear op, a missing or doubled conversion),
-    or two axes share out the same elements; ``input-layout`` and ``param-layout`` where the program takes an input or a parameter in another way than its caller holds it, and
-    ``output-layout`` where it returns something that is not what its caller expects.
+    Raises AutoparError ``layout-mismatch`` where a reader gets another layout than it is computed for, an op cannot
+    make its output from its inputs (a partial value that meets a nonlinear op, a missing or doubled conversion), or two
+    axes share out the same elements; ``input-layout`` and ``param-layout`` where the program takes an input or a
+    parameter in another way than its caller holds it, and ``output-layout`` where it returns something that is not what
+    its caller expects.
     """
     axes = annotated(program)
     for name, graph in program.graphs():
