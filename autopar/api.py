@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.checkpoint.live import Peers
 from autopar.checkpoint.safetensors import Weights, read_or_make
-from autopar.compile import Compiler, check_axes
+from autopar.compile import Compiler, check_axes, uncollected
 from autopar.emit.deferred import Deferred
 from autopar.emit.module import ParallelModule
 from autopar.emit.params import Place, initialise
@@ -79,6 +79,7 @@ def parallelize(
             ),
         )  # fmt: skip
 
+    @uncollected()
     def build(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ParallelModule:
         first = compiler.example(args, kwargs, model.training)
         place = Place.of(first.program.mesh, over) if over is not None else Place.alone(first.program.mesh)

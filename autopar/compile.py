@@ -1,5 +1,6 @@
 """From a model and a way of calling it to a program for a rank; each way is compiled once."""
 
+import gc
 import hashlib
 import inspect
 import warnings
@@ -30,6 +31,7 @@ from autopar.trace.tracing import batch_dims_of
 
 Loss = Callable[[Any], Tensor]
 OnPass = Callable[[str, Program], None]
+MANY = 16  # traces after which the user is told of them
 SAMPLES = 16  # values of each tensor of the model that ranks compare
 
 
@@ -42,12 +44,12 @@ class Agree(Protocol):
 
 @dataclass
 class Variant:
-    """A LOCAL program for one way of calling the model, and the same program before ``localize``."""
+    """A LOCAL program for one way of calling the model, and what it was before ``localize``: equal on all ranks."""
 
     program: Program
     structure: Structure
     constants: dict[str, Tensor]
-    resharded: Program
+    plans: tuple[Program, ...]
     records: list[Record] = field(default_factory=list)
     prologue: Program | None = None  # LOCAL: what a step in microbatches computes once, from all rows
 
@@ -176,9 +178,10 @@ class Compiler:
         """The variant for a call; compiled where it is new. Collective: every rank calls it with its own rows."""
         key = self._key(args, kwargs, train, "loss" if loss_only else "outputs")
         if (key, loss_only) not in self.variants:
-            self.variants[key, loss_only] = self._agreed(
-                lambda: self._compile(self._traced(key, args, kwargs), loss_only)
-            )
+            with uncollected():
+                self.variants[key, loss_only] = self._agreed(
+                    lambda: self._compile(self._traced(key, args, kwargs), loss_only)
+                )
         return self.variants[key, loss_only]
 
     def example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool) -> Variant:
@@ -230,6 +233,11 @@ class Compiler:
             self._tell(traced.notes)
             traced.program = settle_outputs(traced.program)
             self.traces[key] = self.rewrite(traced)
+            if len(self.traces) == MANY:
+                self._tell([
+                    f"the model was traced for {MANY} ways of calling it, each compiled and kept: shapes, numbers and "
+                    "strings among the inputs, and modes; pad to fewer shapes, pass numbers as tensors"
+                ])  # fmt: skip
         return self.traces[key]
 
     def _compile(self, traced: Traced, loss_only: bool) -> Variant:
@@ -238,22 +246,25 @@ class Compiler:
         if loss_only and self.strategy.microbatches > 1:
             split = microbatch(program, self.strategy.microbatches, context)
             program, prologue = split.main, split.prologue
+        before = None
         if prologue is not None:
-            at = self.at(traced.program.mesh)
-            prologue = run(prologue, "data-parallel,reshard,localize", Context(context.hardware, at=at))
-        planned = program
+            early = Context(context.hardware, at=self.at(traced.program.mesh))
+            before = run(prologue, "data-parallel,reshard", early)
+            prologue = run(before, "localize", early)
         records: list[Record] = []
-        for p in parse(self.strategy.pipeline):
-            if p.name == "localize":
-                planned, context.at = program, self.at(program.mesh)
-            program = run(program, [p], context, on_pass=lambda _, __, record: records.append(record))
+        passes = parse(self.strategy.pipeline)
+        local = next((i for i, p in enumerate(passes) if p.name == "localize"), len(passes))
+        planned = run(program, passes[:local], context, records=records)
+        context.at = self.at(planned.mesh)
+        program = run(planned, passes[local:], context, records=records)
         self._tell(context.warnings)
         for name, param in program.params.items():
             if param.layout is not None and param.kind != "constant":
                 held = Layout(tuple((a, t) for a, t in param.layout.types if a != TIME))
                 assert self.pinned.setdefault(name, held) == held, name
         self.pinned_mesh = replace(program.mesh, microbatches=1)
-        return Variant(program, traced.structure, traced.constants, planned, records, prologue)
+        plans = (planned,) if before is None else (before, planned)
+        return Variant(program, traced.structure, traced.constants, plans, records, prologue)
 
     def _agreed(self, make: Callable[[], Variant]) -> Variant:
         """What ``make`` returns, once every rank has made the same plan; an error anywhere is an error everywhere."""
@@ -262,7 +273,7 @@ class Compiler:
         except Exception as error:
             self._report(error)
             raise
-        self.agree(fingerprint(*(str(p) for p in made.resharded.params.values()), plan_text(made.resharded)), None)
+        self.agree(fingerprint(*(t for p in made.plans for t in (plan_text(p), *map(str, p.params.values())))), None)
         return made
 
     def _report(self, error: Exception) -> None:
@@ -277,6 +288,18 @@ class Compiler:
         new = [m for m in dict.fromkeys(messages) if m not in self.said]
         self.said.update(new)
         tell(new)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No automatic garbage collection meanwhile: what compiling makes stays, and to look through it takes as long."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager

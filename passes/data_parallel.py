@@ -17,7 +17,7 @@ from autopar.solve.candidates import Candidates, relations_of, spread
 from autopar.solve.fallback import report_opaque
 from autopar.solve.flow import Flow, flow_of, is_op
 from autopar.solve.prices import conversion_prices, op_prices
-from autopar.solve.problem import Choices, solve
+from autopar.solve.problem import Choices, Solution, conversions, solve
 from autopar.solve.sources import batch_shard, sources
 
 IMPOSSIBLE = 1e6  # µs: a conversion between microbatches
@@ -71,6 +71,8 @@ class DataParallel(Pass):
             seeds = [(v, replace(shard, dim=d)) for v, d in batched.items() if d is not None]
             found = spread(flow, relations, seeds, lambda v, s: not clash(s, _layout(flow, v)))
             solution = solve(flow, self.choices(program, context, flow, found, axis, shard))
+            if axis == TIME:
+                _check_in_time(flow, solution)
             context.warnings += report_opaque(flow, found, solution, axis, strict=context.strict)
             write(program, flow, axis, solution)
         program.form = Form.ANNOTATED
@@ -146,6 +148,23 @@ def _in_time(diff: bool, src: Type, dst: Type) -> float:
     """Steps cannot exchange values or gradients: only slices and kept-once terms are possible along ``mb``."""
     backward = diff and ((src == I and (dst == R or isinstance(dst, Shard))) or (src == R and dst == I))
     return IMPOSSIBLE if isinstance(src, Shard) or src == P or backward else 0.0
+
+
+def _check_in_time(flow: Flow, solution: Solution) -> None:
+    for v, src, dst in conversions(flow, solution):
+        if _in_time(flow.values[v].diff, src, dst):
+            raise coupled(flow.values[v].key[0])
+
+
+def coupled(node: fx.Node) -> AutoparError:
+    """``batch-coupled-loss``: the value of a node takes, or its gradient goes to, several microbatches."""
+    where = node.meta.get("module") or node.name
+    line = f" ({node.meta['source']})" if node.meta.get("source") else ""
+    return AutoparError(
+        "batch-coupled-loss",
+        f"{where}{line}: {node.name} couples rows of different microbatches and is not known from inputs alone",
+        "use microbatches=1",
+    )
 
 
 def _layout(flow: Flow, v: int) -> Layout:

@@ -6,22 +6,20 @@ and so do gradients. What couples the rows of several microbatches must be known
 loss is hoisted into a prologue, which runs once on all rows.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopar.errors import AutoparError
 from autopar.ir import ops
-from autopar.ir.layout import P, Shard, Type
+from autopar.ir.layout import P, Shard
 from autopar.ir.mesh import TIME
 from autopar.ir.program import Input, Output, Program
 from autopar.passes.base import Context
-from autopar.passes.data_parallel import DataParallel, batch_dim, start
+from autopar.passes.data_parallel import DataParallel, batch_dim, coupled, start
 from autopar.rules.arguments import arguments
 from autopar.solve.candidates import relations_of, spread
 from autopar.solve.flow import Flow, flow_of
-from autopar.solve.problem import Solution, solve
+from autopar.solve.problem import conversions, solve
 from autopar.solve.sources import batch_shard, sources
 
 
@@ -59,20 +57,6 @@ def _coupled(program: Program, context: Context) -> list[int]:
     return sorted(_place(program, flow, v) for v in values)
 
 
-def conversions(flow: Flow, solution: Solution) -> Iterator[tuple[int, Type, Type]]:
-    """(value, type, wanted type) of every reader that wants another type."""
-    for group in flow.groups:
-        wanted = [solution.types[a] for a in group.arguments]
-        for read in group.reads:
-            if read.kind == "output":
-                wanted.append(solution.outputs[read.port])
-            else:
-                wanted.append(solution.assignments[read.node].inputs[read.port])
-        for want in wanted:
-            if want != solution.types[group.value]:
-                yield group.value, solution.types[group.value], want
-
-
 def _place(program: Program, flow: Flow, value: int) -> int:
     """Position in the outer graph of a value that depends on inputs alone; else refused."""
     node = flow.values[value].key[0]
@@ -81,13 +65,7 @@ def _place(program: Program, flow: Flow, value: int) -> int:
         (i for i, n in enumerate(nodes) if (n is node or n.args[:1] == (node,)) and _stands_for(flow, n, value)), None
     )
     if at is None or _reads_parameters(nodes[at]):
-        where = node.meta.get("module") or node.name
-        line = f" ({node.meta['source']})" if node.meta.get("source") else ""
-        raise AutoparError(
-            "batch-coupled-loss",
-            f"{where}{line}: {node.name} couples rows of different microbatches and is not known from inputs alone",
-            "use microbatches=1",
-        )
+        raise coupled(node)
     return at
 
 

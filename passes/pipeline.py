@@ -88,13 +88,18 @@ def run(
     *,
     after: str | None = None,
     on_pass: Callable[[Pass, Program, Record], None] | None = None,
+    records: list[Record] | None = None,
     verify: bool = True,
 ) -> Program:
     """Run the passes on a clone, checking the result of each; stop after the pass named ``after``.
 
+    Args:
+        on_pass: is given the program after each pass, which it may keep.
+        records: is extended by what each pass did.
+
     Raises AutoparError of the pass, ``wrong-form`` where a pass is out of place, or that of a failed check.
     """
-    context = context or Context()
+    context, mine = context or Context(), False
     for p in parse(passes) if isinstance(passes, str) else passes:
         if program.form != p.requires:
             raise AutoparError(
@@ -102,12 +107,16 @@ def run(
                 "order the passes as data-parallel, tensor-parallel, reshard, localize, zero, recompute",
             )  # fmt: skip
         start, before = time.perf_counter(), _size(program)
-        program = p.rewrite(program.clone(), context)
+        program = p.rewrite(program if mine else program.clone(), context)
+        mine = on_pass is None  # a program that nobody else has seen may be changed in place
         assert program.form == p.produces or p.requires == p.produces
         if verify:
             check_program(program, str(p))
+        record = Record(str(p), before, _size(program), time.perf_counter() - start)
+        if records is not None:
+            records.append(record)
         if on_pass:
-            on_pass(p, program, Record(str(p), before, _size(program), time.perf_counter() - start))
+            on_pass(p, program, record)
         if after == p.name:
             break
     return program

@@ -96,7 +96,7 @@ class TensorParallel(Pass):
             solution = solve(flow, space.choices())
             context.warnings += report_opaque(flow, found, solution, axis, strict=context.strict)
             write(program, flow, axis, solution)
-        context.warnings += _held_whole(program, flow, weights - exempt)
+        context.warnings += _held_whole(program, flow, weights - exempt, bool(context.pinned))
         return program
 
 
@@ -129,8 +129,8 @@ def batch_dims(program: Program, flow: Flow, relations: dict[fx.Node, Relation])
     }
 
 
-def _held_whole(program: Program, flow: Flow, weights: set[int]) -> list[str]:
-    """A message naming the weights of products that every rank of tp holds whole."""
+def _held_whole(program: Program, flow: Flow, weights: set[int], again: bool) -> list[str]:
+    """A message naming the weights of products that every rank of tp holds whole; ``again``: in a later trace."""
     parts = program.mesh.parts("tp")
     whole = []
     for v in sorted(weights):
@@ -141,9 +141,8 @@ def _held_whole(program: Program, flow: Flow, weights: set[int]) -> list[str]:
             whole.append(f"{name} {list(flow.values[v].spec.shape)}")
     if not whole or program.mesh.size("tp") == 1:
         return []
-    return [
-        f"tp={program.mesh.size('tp')}: no dim can be shared out of {', '.join(whole)}; every rank holds them whole"
-    ]
+    why = "no dim can be shared out of" if not again else "the first call did not use, or could not share out,"
+    return [f"tp={program.mesh.size('tp')}: {why} {', '.join(whole)}; every rank holds them whole"]
 
 
 def _check_heads(program: Program, flow: Flow, found: Candidates, axis: str) -> None:

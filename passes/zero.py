@@ -124,8 +124,8 @@ def _local_shapes(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> frozens
 
 def _groups(program: Program, homes: Mapping[str, str], stage: int) -> list[Group]:
     found: dict[tuple[str, torch.dtype], list[str]] = {}
-    order = [*paths_of(program), ""]
-    for name in sorted(homes, key=lambda n: order.index(homes[n])):
+    order = {path: i for i, path in enumerate((*paths_of(program), ""))}
+    for name in sorted(homes, key=lambda n: order[homes[n]]):
         found.setdefault((homes[name], program.params[name].spec.dtype), []).append(name)
     return [_group(program, unit, dtype, tuple(names), stage) for (unit, dtype), names in found.items()]
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -135,7 +136,7 @@ class Engine:
 
 def engine_of(program: Program) -> Plan:
     """The program's engine; that of stage 0 where no pass chose one."""
-    plan = program.engine or Zero().rewrite(program.clone(), Context()).engine
+    plan = program.engine or Zero().rewrite(replace(program, params=dict(program.params)), Context()).engine
     assert plan is not None
     return plan
 
@@ -150,10 +151,14 @@ def start(skeleton: Skeleton, params: Mapping[str, Param], plan: Plan, place: Pl
         return engine
     attach = _Attach(skeleton, params, plan, place)
     paths = dict.fromkeys((*(g.unit for g in plan.groups if g.unit), ""))
-    for path in paths:
-        unit = skeleton.units.get(path, skeleton.root)
-        attach.unit(unit, [g for g in plan.groups if g.unit == path])
-        engine.units.append(unit)
+    groups: dict[str, list[Group]] = {path: [] for path in paths}
+    for group in plan.groups:
+        groups[group.unit].append(group)
+    with _shared_meshes():
+        for path in paths:
+            unit = skeleton.units.get(path, skeleton.root)
+            attach.unit(unit, groups[path])
+            engine.units.append(unit)
     engine.managed = {n: g.unit for g in plan.groups for n in g.names}
     if plan.prefetch:
         _prefetch(engine.units, plan.prefetch)
@@ -179,11 +184,11 @@ class _Attach:
 
     def unit(self, unit: Unit, groups: list[Group]) -> None:
         """Wrap one unit and give it its groups."""
-        mesh, everything = self.place.data_mesh(self.ways), set(self.skeleton.root.parameters())
+        mesh, below = self.place.data_mesh(self.ways), set(unit.parameters())
         if self.ways is None:
-            replicate(unit, mesh=mesh, ignored_params=everything)
+            replicate(unit, mesh=mesh, ignored_params=below)
         else:
-            fully_shard(unit, mesh=mesh, reshard_after_forward=self.plan.stage == 3, ignored_params=everything)
+            fully_shard(unit, mesh=mesh, reshard_after_forward=self.plan.stage == 3, ignored_params=below)
         for group in groups:
             self._group(unit, group)
         unit.set_gradient_divide_factor(1.0)  # type: ignore[operator]
@@ -250,6 +255,28 @@ class _Attach:
     def _offload(self) -> OffloadPolicy:
         cpu = self.plan.offload == "cpu" and self.ways is not None
         return CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()) if cpu else OffloadPolicy()
+
+
+@contextmanager
+def _shared_meshes() -> Iterator[None]:
+    """While the context lasts, meshes that are put together from the same ones are one object.
+
+    The engine puts them together anew for each parameter, which takes longer than all else that it does for it.
+    """
+    make: Any = DeviceMesh._concatenate
+    made: dict[tuple[int, ...], tuple[DeviceMesh, list[DeviceMesh]]] = {}  # parts are kept: their ids stay theirs
+
+    def once(parts: list[DeviceMesh]) -> DeviceMesh:
+        key = tuple(map(id, parts))
+        if key not in made:
+            made[key] = (make(parts), parts)
+        return made[key][0]
+
+    DeviceMesh._concatenate = staticmethod(once)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        DeviceMesh._concatenate = staticmethod(make)  # type: ignore[method-assign]
 
 
 def _prefetch(units: list[Unit], depth: int) -> None:

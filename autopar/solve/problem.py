@@ -10,7 +10,7 @@ and end at the type that the reader wants), ``_shared`` (y >= z).
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -192,3 +192,17 @@ def _run(build: _Build) -> tuple[Any, float]:
 def _pick(options: dict[Any, Expression], chosen: Any) -> Any:
     """The option whose variables add up to one."""
     return max(options, key=lambda t: sum(c * chosen[i] for i, c in options[t].items()))
+
+
+def conversions(flow: Flow, solution: Solution) -> Iterator[tuple[int, Type, Type]]:
+    """(value, type, wanted type) of every reader that wants another type."""
+    for group in flow.groups:
+        wanted = [solution.types[a] for a in group.arguments]
+        for read in group.reads:
+            if read.kind == "output":
+                wanted.append(solution.outputs[read.port])
+            else:
+                wanted.append(solution.assignments[read.node].inputs[read.port])
+        for want in wanted:
+            if want != solution.types[group.value]:
+                yield group.value, solution.types[group.value], want

@@ -1,5 +1,6 @@
 """A copy of a model that can be traced but holds no weights."""
 
+from collections import OrderedDict
 from copy import deepcopy
 from typing import Any
 
@@ -19,18 +20,38 @@ def blueprint(model: nn.Module, lower: torch.dtype | None = None) -> nn.Module:
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     memo: dict[int, Any] = {}
-    with mode:
-        for p in model.parameters():
-            dtype = lower if lower is not None and p.dtype == torch.float32 else p.dtype
-            memo[id(p)] = nn.Parameter(_like(p, dtype), requires_grad=p.requires_grad)
-        for b in model.buffers():
-            memo[id(b)] = _like(b, b.dtype)
+    for p in model.parameters():
+        dtype = lower if lower is not None and p.dtype == torch.float32 else p.dtype
+        like = memo[id(p)] = _like(mode, p, dtype).requires_grad_(p.requires_grad)
+        like._is_param = True
+    for b in model.buffers():
+        memo[id(b)] = _like(mode, b, b.dtype)
+    for module in model.modules():
+        if _usual(module):
+            memo[id(module)] = module.__new__(type(module))
+    for module in model.modules():
+        if _usual(module):
+            memo[id(module)].__dict__.update({k: _copied(v, memo) for k, v in module.__dict__.items()})
     return deepcopy(model, memo)
 
 
-def _like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _usual(module: nn.Module) -> bool:
+    """Whether ``deepcopy`` would copy the module attribute by attribute; it spends most of its time on empty hooks."""
+    special = ("__new__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
+    return all(getattr(type(module), s, None) is getattr(nn.Module, s, None) for s in special)
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    kind = type(value)
+    if kind in (bool, int, float, str, type(None)):
+        return value
+    return kind() if kind in (OrderedDict, dict, set, list) and not value else deepcopy(value, memo)
+
+
+def _like(mode: FakeTensorMode, x: torch.Tensor, dtype: torch.dtype) -> Any:
+    """A fake tensor, made without dispatching an op for it."""
     device = torch.device("cpu") if x.is_meta else x.device
-    return torch.empty(x.shape, dtype=dtype, device=device)
+    return FakeTensor(mode, torch.empty(x.shape, dtype=dtype, device="meta"), device)
 
 
 def mode_of(model: nn.Module) -> FakeTensorMode | None:

@@ -41,8 +41,7 @@ class Run:
 
 
 def fold(program: Program) -> Program:
-    """The program with a block for each kind of layer. What does not fold stays in the outer graph."""
-    program = program.clone()
+    """The program, changed in place, with a block for each kind of layer; what does not fold stays outside."""
     runs = plan(list(program.graph.nodes), 0)
     kinds: dict[tuple[str, Any], list[Run]] = {}
     for run in runs:

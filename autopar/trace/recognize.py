@@ -11,18 +11,50 @@ from autopar.ir.program import Spec
 from autopar.trace.affine import Affine, conditions, element, negation, shape_of
 
 aten = torch.ops.aten
+LARGEST = 64  # ops of a mask that is compared with others
 CAUSAL = Affine(((-2, 1), (-1, -1)), 0)  # query index - key index >= 0
 
 
 def recognize_masks(graph: fx.Graph) -> None:
     """Every attention whose mask is causal or full says so, and takes no mask."""
+    kinds: dict[Any, str] = {}  # by what computes the mask: layers make theirs alike
     for node in graph.find_nodes(op="call_function", target=ops.attention):
         q, k, v, mask, dropout, is_causal, *rest = node.args
         if mask is None or is_causal:
             continue
-        kind = mask_kind(mask)
+        made = computation(mask)
+        if made not in kinds:
+            kinds[made] = mask_kind(mask)
+        kind = kinds[made]
         if kind == "full" or (kind == "causal" and shape_of(q)[-2] == shape_of(k)[-2]):
             node.args = (q, k, v, None, dropout, kind == "causal", *rest)
+
+
+def computation(node: fx.Node) -> Any:
+    """What nodes share that compute the same from the same placeholders; the node itself where that takes many ops."""
+    cone = {node}
+    rest = [node]
+    while rest and len(cone) <= LARGEST:
+        new = [n for n in rest.pop().all_input_nodes if n not in cone]
+        cone.update(new)
+        rest += new
+    if rest:
+        return node
+    made: dict[fx.Node, Any] = {}
+    for n in sorted(cone):
+        made[n] = n if n.op == "placeholder" else (n.target, _alike((n.args, n.kwargs), made))
+    return made[node]
+
+
+def _alike(value: Any, made: dict[fx.Node, Any]) -> Any:
+    """Arguments with what nodes compute in their place, other values with their types; hashable."""
+    if isinstance(value, fx.Node):
+        return made[value]
+    if isinstance(value, dict):
+        return ("dict", *((k, _alike(v, made)) for k, v in value.items()))
+    if isinstance(value, (tuple, list)):
+        return ("tuple", *(_alike(v, made) for v in value))
+    return (type(value), repr(value))
 
 
 def mask_kind(mask: fx.Node) -> str:

@@ -1,12 +1,13 @@
 """Every layout follows from the rules: the same rules that the solver chose from, applied to what the program says."""
 
 from dataclasses import replace
+from itertools import combinations
 from typing import cast
 
 from torch import fx
 
 from autopar.ir import ops
-from autopar.ir.layout import I, Layout, P, R, Shard, Type
+from autopar.ir.layout import I, Layout, P, R, Shard, Type, overlap
 from autopar.ir.mesh import TIME
 from autopar.ir.program import Form, Program, tensor_args
 from autopar.rules.strategies import canonical, legal
@@ -19,15 +20,16 @@ from autopar.verify.structure import fault
 def check_layouts(program: Program, after: str = "") -> None:
     """Recompute each node's types on each axis.
 
-    Raises AutoparError ``layout-mismatch`` where a reader gets another layout than it is computed for, or an op
-    cannot make its output from its inputs (a partial value that meets a nonlinear op, a missing or doubled conversion),
-    ``input-layout``
-    and ``param-layout`` where the program takes an input or a parameter in another way than its caller holds it, and
-    ``output-layout`` where it returns something that is not what its caller expects.
+    Raises AutoparError ``layout-mismatch`` where a reader gets another layout than it is computed for, an op cannot
+    make its output from its inputs (a partial value that meets a nonlinear op, a missing or doubled conversion), or two
+    axes share out the same elements; ``input-layout`` and ``param-layout`` where the program takes an input or a
+    parameter in another way than its caller holds it, and ``output-layout`` where it returns something that is not what
+    its caller expects.
     """
     axes = annotated(program)
     for name, graph in program.graphs():
         for node in graph.nodes:
+            _check_digits(graph, node, name, after)
             if is_op(node):
                 _check_op(axes, graph, node, name, after)
             elif node.op == "call_module" and program.form == Form.RESHARDED:
@@ -54,6 +56,14 @@ def _check_op(axes: list[str], graph: fx.Graph, node: fx.Node, name: str, after:
         if not legal(node, inputs, outputs):
             types = f"({', '.join(map(str, inputs))}) -> ({', '.join(map(str, outputs))})"
             raise fault("layout-mismatch", graph, node, f"on {axis}, {node.target} cannot take {types}", name, after)
+
+
+def _check_digits(graph: fx.Graph, node: fx.Node, name: str, after: str) -> None:
+    for layout in layouts(node) if "layout" in node.meta else ():
+        for (a, one), (b, other) in combinations(layout.shards(), 2):
+            if overlap(one, other):
+                why = f"{a} ({one}) and {b} ({other}) share out the same elements of a dim"
+                raise fault("layout-mismatch", graph, node, why, name, after)
 
 
 def equal(have: Type, want: Type, node: fx.Node) -> bool:

@@ -243,7 +243,7 @@ class _Bench:
         """Everything that one rank computes, whole gradients included."""
         structure = self.plain.structure
         fixed = _Fixed(
-            {only: Variant(local[only], structure, self.traced.constants, p) for only, p in programs.items()}
+            {only: Variant(local[only], structure, self.traced.constants, (p,)) for only, p in programs.items()}
         )
         place = Place.of(programs[True].mesh, device_mesh(programs[True].mesh))
         tensors = initialise(self.model, local[False].params, place, self.traced.constants)

@@ -1,12 +1,14 @@
 """Modes by module, and which outputs are rows of the batch."""
 
 import copy
+import warnings
 
+import pytest
 import torch
 from torch import nn
 
 import autopar
-from autopar.compile import lower
+from autopar.compile import MANY, lower
 from autopar.ir.mesh import Mesh
 
 
@@ -82,3 +84,23 @@ def test_a_retrace_keeps_the_sub_axes_of_the_first():
     pinned = {n: p.layout for n, p in split.params.items() if p.layout}
     again = run(program, "data-parallel,tensor-parallel", Context(pinned=pinned, mesh=split.mesh))
     assert {n: p.layout for n, p in again.params.items()} == pinned
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, by: float) -> torch.Tensor:
+        return self.linear(x) * by
+
+
+def test_many_ways_of_calling_are_told_of():
+    model, x = Scaled(), torch.randn(2, 3)
+    pm = autopar.parallelize(model, "dp=1", (x, 0.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i in range(1, MANY - 1):
+            pm(x, i / 4)
+    with pytest.warns(autopar.AutoparWarning, match=f"traced for {MANY} ways of calling it"):
+        torch.testing.assert_close(pm(x, -1.0), model(x, -1.0))

@@ -87,7 +87,7 @@ def measured(mesh: str, layers: int = 2, sequence: bool = False) -> Measured:
         with CommDebugMode() as backward, Sent(sizes.size("tp")) as sent_back:
             loss.backward()
         (variant,) = (v for v, _ in module._emitted.values())
-        out.price = price(variant.resharded, load("h100"))  # type: ignore[attr-defined]
+        out.price = price(variant.plans[-1], load("h100"))  # type: ignore[attr-defined]
         out.loss_bytes = tuple(inside_loss(variant.program))
     out.forward, out.backward, out.bytes = counted(forward), counted(backward), (sent.bytes, sent_back.bytes)
     return out

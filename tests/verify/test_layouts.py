@@ -118,8 +118,8 @@ def test_no_conversion_can_have_another_type(name: str) -> None:
         for other in others:
             if other in (src, dst) or (not diff and {other, dst} <= {I, R}) or (not diff and {other, src} <= {I, R}):
                 continue
-            if isinstance(other, (type(P), Shard)) and all(_sums(user, axis) for user in node.users):
-                continue  # all of it is summed, in whatever shares: another program, with the same value
+            if other == P and all(_sums(user, axis) for user in node.users):
+                continue  # its terms are summed in place of its shares: right as well (tests/rules proves sums of P)
             broken = program.clone()
             wrong = node_at(broken, place)
             wrong.args = (*wrong.args[:3], other)
@@ -131,6 +131,14 @@ def test_no_conversion_can_have_another_type(name: str) -> None:
             raise AssertionError(
                 f"{place}: {dst} as {other} on {axis} is not missed: {[u.format_node() for u in node.users]}"
             )
+
+
+def test_two_axes_cannot_share_out_the_same_elements() -> None:
+    program = resharded("llama").clone()
+    node = first(program, lambda n: n.target is ops.convert and n.args[1] == "tp" and n.meta["layout"].get("dp") != I)
+    rows = node.meta["layout"]["dp"]
+    node.meta["layout"] = node.meta["layout"].having("tp", rows)
+    assert "share out the same elements" in refused(program, "layout-mismatch")
 
 
 def first(program: Program, wanted: Callable[[fx.Node], bool]) -> fx.Node:
