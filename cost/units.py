@@ -77,7 +77,7 @@ def units(
     out = []
     for piece in pieces(program) if chain is None else chain:
         forward, backward, weight = _sum(tally.of(n) for n in piece.nodes)
-        parameters, states = _states(program, piece, tally.shapes, zero or Stage())
+        parameters, states = _states(program, _held(piece, tally.outer), tally.shapes, zero or Stage())
         held = float(sum(kept[n] for n in piece.nodes))
         out.append(Unit(piece.name, forward, backward, weight, parameters, states, held))
     return tuple(out)
@@ -101,25 +101,25 @@ class _Tally:
         self.links: Mapping[str, Link] = Links(program, hardware)
         self.shapes: Shapes = global_values if self.local else local_shapes(self.sizes)
         self.blocks = {name: self._graph(block.graph) for name, block in program.blocks.items()}
-        self.outer = _weights(program.graph)
+        self.outer = _fixed(program.graph)
 
     def of(self, node: fx.Node) -> Part:
         """Seconds of a node of the outer graph."""
         return self.blocks[str(node.target)] if node.op == "call_module" else self._node(node, self.outer)
 
     def _graph(self, graph: fx.Graph) -> Part:
-        weights = _weights(graph)
-        return _sum(self._node(node, weights) for node in graph.nodes)
+        fixed = _fixed(graph)
+        return _sum(self._node(node, fixed) for node in graph.nodes)
 
-    def _node(self, node: fx.Node, weights: set[fx.Node]) -> Part:
+    def _node(self, node: fx.Node, fixed: set[fx.Node]) -> Part:
         if node.op != "call_function":
             return 0.0, 0.0, 0.0
         if node.target is ops.convert or node.target in STEPS:
             forward, backward = self._conversion(node)
-            return (forward, 0.0, backward) if node in weights else (forward, backward, 0.0)
+            return (forward, 0.0, backward) if node in fixed else (forward, backward, 0.0)
         cost = node_cost(node, self.shapes)
         forward, backward = map(float, compute.seconds(cost, self.hardware, work_dtype(node)))
-        weight = backward * _weight_share(node, cost, weights)
+        weight = backward * _weight_share(node, cost, fixed)
         return forward, backward - weight, weight
 
     def _conversion(self, node: fx.Node) -> tuple[float, float]:
@@ -151,31 +151,44 @@ def _sum(parts: Iterable[Part]) -> Part:
     return forward, backward, weight
 
 
-def _weights(graph: fx.Graph) -> set[fx.Node]:
-    """Trained parameters, and what carries gradients to them and depends on no input."""
+def _fixed(graph: fx.Graph) -> set[fx.Node]:
+    """Parameters, buffers, and what depends on no input."""
     fixed: set[fx.Node] = set()
     for node in graph.nodes:
         inputs = (n for n in node.all_input_nodes if "handle" not in n.meta)
         made = node.op == "call_function" and fixed.issuperset(inputs)
         if made or (node.op == "placeholder" and "param" in node.meta):
             fixed.add(node)
-    return {n for n in fixed if differentiable(n)}
+    return fixed
 
 
-def _weight_share(node: fx.Node, cost: NodeCost, weights: set[fx.Node]) -> float:
-    """The part of an op's backward that makes gradients of parameters."""
+def _weight_share(node: fx.Node, cost: NodeCost, fixed: set[fx.Node]) -> float:
+    """The part of an op's backward that makes gradients of parameters, or of what depends on nothing else."""
     carriers = [n for n in tensor_args(node) if differentiable(n)]
-    if not carriers or weights.issuperset(carriers):
+    if not carriers or fixed.issuperset(carriers):
         return 1.0 if carriers else 0.0
     if cost.kind != "matmul":
         return 0.0
     factors = [n for n in compute.factors(node) if differentiable(n)]
-    return sum(n in weights for n in factors) / len(factors)
+    return sum(n in fixed for n in factors) / len(factors)
 
 
-def _states(program: Program, piece: Piece, shapes: Shapes, zero: Stage) -> tuple[float, float]:
-    """Bytes of the parameters and buffers that a piece reads, and with gradients and optimizer (AdamW, their dtype)."""
-    read = {str(n.meta["param"]): n for node in piece.nodes for n in node.all_input_nodes if "param" in n.meta}
+def _held(piece: Piece, fixed: set[fx.Node]) -> dict[str, fx.Node]:
+    """The parameters and buffers that a piece reads, by name, also through what is made of them alone."""
+    found: dict[str, fx.Node] = {}
+    todo, seen = list(piece.nodes), set(piece.nodes)
+    while todo:
+        for source in todo.pop().all_input_nodes:
+            if "param" in source.meta:
+                found[str(source.meta["param"])] = source
+            elif source in fixed and source not in seen:
+                seen.add(source)
+                todo.append(source)
+    return found
+
+
+def _states(program: Program, read: dict[str, fx.Node], shapes: Shapes, zero: Stage) -> tuple[float, float]:
+    """Bytes of what is read, parameters alone, and all with gradients and optimizer (AdamW, in their dtype)."""
     ways = product(program.mesh.size(a) for a in program.mesh.data_axes)
     parameters, fixed, trained = 0.0, 0.0, memory.States()
     for name, node in read.items():

@@ -1,6 +1,7 @@
 """What units cost: together the price of the program, the same in every Form, split as backwards are."""
 
 from dataclasses import replace
+from functools import cache
 from itertools import permutations
 from typing import Any
 
@@ -19,27 +20,28 @@ from autopar.cost.zero import Stage
 from autopar.errors import AutoparError
 from autopar.ir.layout import I, Layout, P, R, plain_shard
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import Form, Program
+from autopar.ir.program import Form, Param, Program
 from autopar.passes.base import Context
 from autopar.passes.localize import Localize
 from tests.cost.build import Builder, Sizes, layers
 
 HW = load("h100")
 CASES = [
-    ("hf:llama-tiny", "dp=2,tp=2", {"sequence_parallel": True}),
-    ("hf:gpt2-tiny", "tp=2", {}),  # trains with dropout, in attention too
-    ("hf:t5-base-tiny", "dp=2", {}),
+    ("hf:llama-tiny", "dp=2,tp=2", True),
+    ("hf:gpt2-tiny", "tp=2", False),  # trains with dropout, in attention too
+    ("hf:t5-base-tiny", "dp=2", False),
 ]
 
 
-def lowered(name: str, mesh: str, fields: dict[str, Any], after: str) -> Program:
-    model = load_model(name)
-    return _lower.lower(model.model, model.kwargs(2, model.sequence), mesh, fields, after=after, loss_only=True)
+@cache
+def lowered(name: str, mesh: str, sequence: bool) -> Program:
+    model, fields = load_model(name), {"sequence_parallel": sequence}
+    return _lower.lower(model.model, model.kwargs(2, model.sequence), mesh, fields, after="reshard", loss_only=True)
 
 
-@pytest.mark.parametrize(("name", "mesh", "fields"), CASES, ids=[c[0] for c in CASES])
-def test_units_add_up_to_the_price_and_are_the_same_once_local(name: str, mesh: str, fields: dict[str, Any]) -> None:
-    program = lowered(name, mesh, fields, "reshard")
+@pytest.mark.parametrize(("name", "mesh", "sequence"), CASES, ids=[c[0] for c in CASES])
+def test_units_add_up_to_the_price_and_are_the_same_once_local(name: str, mesh: str, sequence: bool) -> None:
+    program = lowered(name, mesh, sequence)
     found, whole = units(program, HW), price(program, HW)
     sent = {when: sum(float(t.seconds) for t in whole.traffic if t.when == when) for when in ("forward", "backward")}
     assert sum(u.forward for u in found) == pytest.approx(float(whole.compute_seconds[0]) + sent["forward"])
@@ -49,7 +51,7 @@ def test_units_add_up_to_the_price_and_are_the_same_once_local(name: str, mesh: 
     held = [float(whole.memory[k]) for k in ("parameters", "gradients", "optimizer")]
     # A tied table counts in the units at both ends; a buffer that nobody reads in none.
     assert sum(u.states for u in found) >= sum(held) - 16
-    local = units(lowered(name, mesh, fields, "localize"), HW)
+    local = units(Localize().rewrite(program.clone(), Context()), HW)
     assert [u.name for u in local] == [u.name for u in found]
     for a, b in zip(local, found):
         for field in ("forward", "input", "weight", "parameters", "states", "activations"):
@@ -75,7 +77,7 @@ def test_every_conversion_costs_the_same_once_local(src: str, dst: str) -> None:
 
 
 def test_the_chain_of_a_model() -> None:
-    program = lowered("hf:t5-base-tiny", "dp=1", {}, "reshard")
+    program = lowered("hf:t5-base-tiny", "dp=2", False)
     chain = pieces(program)
     paths = [f"{side}.block.{i}" for side in ("encoder", "decoder") for i in (0, 1)]
     assert [p.name for p in chain[1:-1]] == paths
@@ -88,7 +90,7 @@ def test_the_chain_of_a_model() -> None:
 def test_pieces_without_parameters_join_their_neighbours() -> None:
     program = layers(Sizes(), count=2)
     assert [p.name for p in pieces(program)] == ["layers.0", "layers.1"]
-    program = lowered("hf:llama-tiny", "dp=1", {}, "reshard")
+    program = lowered("hf:llama-tiny", "dp=2,tp=2", True)
     chain = pieces(program)
     assert [p.name for p in chain] == ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"]
     # Positions and their cosines read a buffer only; they stand with the embedding, before the first call.
@@ -136,6 +138,21 @@ def test_units_of_another_chain() -> None:
     single, joined = units(program, HW), units(program, HW, [both, chain[2]])
     assert joined[0].name == "both" and joined[1] == single[2]
     assert joined[0].forward == pytest.approx(single[0].forward * 2)
+
+
+def test_a_parameter_that_is_read_through_a_cast_is_held_and_worked_on_by_weights() -> None:
+    build = Builder()
+    w = build.placeholder("w", (16, 16), torch.float32, Layout(), param="w")
+    x = build.placeholder("x", (4, 16), torch.bfloat16, Layout(), input=0)
+    cast = build.call(torch.ops.aten._to_copy.default, w, dtype=torch.bfloat16, layout=Layout())
+    out = build.call(torch.ops.aten.linear.default, x, cast, layout=Layout())
+    build.graph.output((out,))
+    params = {"w": Param("w", w.meta["spec"], "parameter", layout=Layout())}
+    program = Program(Mesh.of({"tp": 1}), build.graph, {}, params, (), (), form=Form.RESHARDED)
+    (unit,) = units(program, HW, [Piece("product", (out,))])
+    assert unit.parameters == 16 * 16 * 4 and unit.states == 4 * unit.parameters
+    assert unit.weight == pytest.approx(unit.input)
+    assert units(program, HW, [Piece("cast", (cast,))])[0].input == 0
 
 
 def test_activations_by_node_count_each_value_once() -> None:
