@@ -20,6 +20,7 @@ from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Param
 from autopar.runtime.agreement import Agreement
+from autopar.runtime.heartbeat import PATIENCE, guard, start
 from autopar.runtime.random import Streams
 from autopar.strategy import Strategy
 from autopar.trace.blueprint import blueprint
@@ -37,6 +38,7 @@ def parallelize(
     seed: int = 0,
     device: torch.device | str | None = None,
     weights: Weights | str | os.PathLike[str] | None = None,
+    heartbeat: float | None = PATIENCE,
 ) -> ParallelModule:
     """A module that computes on ``mesh`` what ``model`` computes on the global batch. Collective.
 
@@ -52,6 +54,8 @@ def parallelize(
         seed: of random streams (dropout), and of initial weights that are on the meta device.
         device: where this rank's shards are put, by default the mesh's; "meta" allocates nothing.
         weights: a folder of safetensors files from which each rank reads its own slices, instead of the model's values.
+        heartbeat: seconds without a sign of life after which a process counts as dead: the others raise AutoparError
+            ``dead-rank``, or end with it on stderr where they hang in a collective. None: no watch is kept.
 
     Raises:
         AutoparError: with a slug, before any collective but an exchange of hashes and row counts.
@@ -67,6 +71,7 @@ def parallelize(
     )
     compiler.model = hollow or model
     peers, where = Peers(agreement, rank), torch.device(device) if device is not None else None
+    heart = start(agreement.group, agreement.ranks, peers.gather, heartbeat)
 
     def make(params: Mapping[str, Param], constants: Mapping[str, Tensor], place: Place) -> dict[str, Tensor]:
         if weights is None or (where is not None and where.type == "meta"):
@@ -80,6 +85,7 @@ def parallelize(
         )  # fmt: skip
 
     @uncollected()
+    @guard(heart)
     def build(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ParallelModule:
         first = compiler.example(args, kwargs, model.training)
         place = Place.of(first.program.mesh, over) if over is not None else Place.alone(first.program.mesh)
@@ -87,6 +93,7 @@ def parallelize(
         compiler.model = hollow or blueprint(model)
         module = ParallelModule(compiler, first.program, place, tensors, {**place.axes, "rng": Streams(seed)})
         mirror(module, model)
+        module._heart = heart
         tree = module._skeleton.root  # not the module: it holds the compiler, and groups end with the last reference
         compiler.modes = lambda: {n: m.training for n, m in tree.named_modules()}
         return module

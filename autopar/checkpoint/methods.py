@@ -11,6 +11,7 @@ from autopar.checkpoint.load import load
 from autopar.checkpoint.safetensors import export
 from autopar.checkpoint.save import Saving, save
 from autopar.checkpoint.whole import full_state_dict
+from autopar.runtime.heartbeat import Heart, guarded
 
 Folder = str | os.PathLike[str]
 
@@ -19,6 +20,7 @@ class Checkpoints:
     """Saving and loading from any mesh and strategy to any other. Every method is collective."""
 
     _saving: Saving | None = None
+    _heart: Heart | None = None  # tells of ranks that die
 
     def _live(self) -> Live:
         """What of the module is saved."""
@@ -34,6 +36,7 @@ class Checkpoints:
         if before is not None:
             before.wait()
 
+    @guarded
     def save(
         self,
         folder: Folder,
@@ -71,6 +74,7 @@ class Checkpoints:
             saving.wait()
         return saving
 
+    @guarded
     def load(self, folder: Folder, optimizer: Optimizer | None = None, cast: bool = False) -> dict[str, Any]:
         """Load what ``save`` wrote, on whatever mesh. Collective.
 
@@ -89,6 +93,7 @@ class Checkpoints:
         self._settle()
         return load(self._live(), folder, optimizer, cast)
 
+    @guarded
     def full_state_dict(self) -> dict[str, Tensor]:
         """The unsharded model's state dict on the CPU of rank 0, tied names included; empty elsewhere. Collective.
 
@@ -96,6 +101,7 @@ class Checkpoints:
         """
         return full_state_dict(self._live())
 
+    @guarded
     def export_safetensors(self, folder: Folder, max_shard_bytes: int = 5 * 10**9) -> None:
         """Write the model as a Hugging Face folder, which ``from_pretrained`` reads. Collective.
 

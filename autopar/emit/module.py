@@ -25,6 +25,7 @@ from autopar.ir.printer import print_program
 from autopar.ir.program import Param, Program
 from autopar.ir.units import paths_of
 from autopar.runtime.collectives import all_reduce_invariant
+from autopar.runtime.heartbeat import guarded
 from autopar.runtime.random import Streams
 
 
@@ -70,12 +71,14 @@ class ParallelModule(Checkpoints, nn.Module):
         self._emitted: dict[int, tuple[Variant, Emitted]] = {}
         self._options: dict[str, Any] | None = None
 
+    @guarded
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for this data rank's rows, in the model's own structure."""
         variant, values = self._run(args, kwargs, loss_only=False)
         kinds = (o.kind for o in variant.program.outputs)
         return variant.structure.rebuild([v for v, kind in zip(values, kinds) if kind != "buffer"])
 
+    @guarded
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward: adds to every ``.grad``, in the current train or eval mode.
 
@@ -190,10 +193,12 @@ class ParallelModule(Checkpoints, nn.Module):
         self._engine.forget()
         super().zero_grad(set_to_none)
 
+    @guarded
     def full_parameters(self) -> dict[str, Tensor]:
         """Every parameter, whole, by first original name. Collective."""
         return {n: gather_of(p, self._params[n], self._place) for n, p in self._trainable()}
 
+    @guarded
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Every gradient, whole, by first original name; None where there is none. Collective."""
         grads = ((n, p.grad) for n, p in self._trainable())
@@ -206,6 +211,7 @@ class ParallelModule(Checkpoints, nn.Module):
                 _, table, key = self._skeleton.tables[name]
                 yield name, table[key]
 
+    @guarded
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their total norm is at most ``max_norm``. Collective.
 
