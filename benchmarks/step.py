@@ -1,11 +1,12 @@
-"""Step time of a 4-layer Llama on two gloo processes, tp=2: the emitted module against a hand-written plan.
+"""Step time of a 4-layer Llama on two gloo processes: the emitted module against what one writes by hand with torch.
 
     python benchmarks/step.py
 
-Both compute the loss and every gradient; they take turns in one run, and who goes first alternates. The hand-written
-plan is torch's ``parallelize_module``: columns, rows, sequence parallelism, loss parallel. Then one rank: the emitted
-module against the eager model. On a busy machine look at the CPU seconds of the process, which waiting does not
-count in. Losses and gradients are compared first; exit status 1 where they differ.
+Both compute the loss and every gradient; they take turns in one run, and who goes first alternates. By hand, tp=2 is
+``parallelize_module``: columns, rows, sequence parallelism, loss parallel; dp=2 with ZeRO 3 is ``fully_shard`` on every
+layer and the model, with its defaults. Then one rank: the emitted module against the eager model. On a busy machine
+look at the CPU seconds of the process, which waiting does not count in. Losses and gradients are compared first; exit
+status 1 where they differ.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -65,9 +67,10 @@ def llama(layers: int = LAYERS) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def batch() -> dict[str, Tensor]:
+def batch(row: int = 0, rows: int = 1) -> dict[str, Tensor]:
+    """``rows`` rows from ``row`` on; those of one data rank, or of all."""
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, VOCABULARY, (1, TOKENS), generator=generator)
+    ids = torch.randint(0, VOCABULARY, (WAYS, TOKENS), generator=generator)[row : row + rows]
     return {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -104,14 +107,18 @@ def by_hand(model: LlamaForCausalLM, mesh: DeviceMesh) -> Step:
     return step
 
 
-def emitted(module: autopar.ParallelModule) -> Step:
-    given = batch()
+def sharded_by_hand(model: LlamaForCausalLM, mesh: DeviceMesh) -> Step:
+    """ZeRO 3 as one writes it: one unit a layer, the rest with the model. Gradients are averaged over the ranks."""
+    for unit in [*model.model.layers, model]:
+        fully_shard(unit, mesh=mesh)
+    return eager(model, batch(mesh.get_local_rank()))
+
+
+def emitted(module: autopar.ParallelModule, given: dict[str, Tensor]) -> Step:
     return lambda: module.train_step(**given)
 
 
-def eager(model: LlamaForCausalLM) -> Step:
-    given = batch()
-
+def eager(model: LlamaForCausalLM, given: dict[str, Tensor]) -> Step:
     def step() -> Tensor:
         loss: Tensor = model(**given).loss
         loss.backward()
@@ -213,12 +220,15 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
     return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
 
 
-def check(name: str, step: Step, module: nn.Module, reference: nn.Module) -> None:
-    """Exits where loss or gradients are not the reference's."""
+def check(name: str, step: Step, module: nn.Module, reference: LlamaForCausalLM, rows: int = 1) -> None:
+    """Exits where loss or gradients are not the reference's on ``rows`` rows, one for each data rank."""
     module.zero_grad()
     reference.zero_grad()
-    loss, wanted = step(), eager(reference)()
+    loss, wanted = step(), eager(reference, batch(rows=rows))()
     loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+    if rows > 1 and not isinstance(module, autopar.ParallelModule):  # the loss of this rank's row
+        dist.all_reduce(loss)
+        loss /= rows
     errors = {"loss": float((loss - wanted).abs() / wanted.abs())}
     found = gradients(module)
     for key, grad in gradients(reference).items():
@@ -228,10 +238,18 @@ def check(name: str, step: Step, module: nn.Module, reference: nn.Module) -> Non
         raise SystemExit(f"{name}: {worst} differs by {errors[worst]:.1e}")
 
 
-def worker(rank: int, store: str, times: int) -> None:
+def worker(rank: int, store: str, times: int, only: str | None) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", rank=rank, world_size=WAYS, init_method=f"file://{store}")
+    for table in (tensor_parallel(times) if only != "zero" else None, zero(times) if only != "tp" else None):
+        if rank == 0 and table is not None:
+            Console(width=180).print(table)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def tensor_parallel(times: int) -> Table:
     mesh = init_device_mesh("cpu", (WAYS,), mesh_dim_names=("tp",))
     reference = llama()
     hand = copy.deepcopy(reference)
@@ -239,7 +257,7 @@ def worker(rank: int, store: str, times: int) -> None:
     for name, sequence in (("emitted", False), ("emitted, sequence", True)):
         strategy = autopar.Strategy(sequence_parallel=sequence)
         module = autopar.parallelize(reference, mesh, kwargs=batch(), strategy=strategy)
-        steps[name] = (emitted(module), module)
+        steps[name] = (emitted(module, batch()), module)
     for name, (step, module) in steps.items():
         check(name, step, module, reference)
     titles = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -253,20 +271,33 @@ def worker(rank: int, store: str, times: int) -> None:
             continue
         found = pairs(step, steps["by hand"][0], (module, hand), times)
         table.add_row(name, milliseconds([a for a, _ in found]), *row, *ratios(found))
-    if rank == 0:
-        Console(width=180).print(table)
-    dist.barrier()
-    dist.destroy_process_group()
+    return table
+
+
+def zero(times: int) -> Table:
+    mesh = init_device_mesh("cpu", (WAYS,), mesh_dim_names=("dp",))
+    reference, mine = llama(), batch(mesh.get_local_rank())
+    hand = copy.deepcopy(reference)
+    step = sharded_by_hand(hand, mesh)
+    module = autopar.parallelize(reference, mesh, kwargs=mine, strategy=autopar.Strategy(zero=3))
+    ours = emitted(module, mine)
+    check("fully_shard", step, hand, reference, WAYS)
+    check("zero=3", ours, module, reference, WAYS)
+    found = pairs(ours, step, (module, hand), times)
+    table = Table("dp=2, zero=3", "step", "GFLOP", "of by hand: clock", "CPU")
+    table.add_row("fully_shard", milliseconds([b for _, b in found]), f"{counted(step).flops / 1e9:.2f}")
+    table.add_row("emitted", milliseconds([a for a, _ in found]), f"{counted(ours).flops / 1e9:.2f}", *ratios(found))
+    return table
 
 
 def one_rank(times: int) -> None:
     model = llama()
     module = autopar.parallelize(copy.deepcopy(model), "tp=1", kwargs=batch())
-    step = emitted(module)
+    step = emitted(module, batch())
     check("one rank", step, module, model)
-    found = pairs(step, eager(model), (module, model), times)
+    found = pairs(step, eager(model, batch()), (module, model), times)
     table = Table("one rank", "step", "GFLOP", "of eager: clock", "CPU")
-    table.add_row("eager", milliseconds([b for _, b in found]), f"{counted(eager(model)).flops / 1e9:.2f}")
+    table.add_row("eager", milliseconds([b for _, b in found]), f"{counted(eager(model, batch())).flops / 1e9:.2f}")
     table.add_row("emitted", milliseconds([a for a, _ in found]), f"{counted(step).flops / 1e9:.2f}", *ratios(found))
     Console(width=180).print(table)
 
@@ -274,15 +305,15 @@ def one_rank(times: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="step time, emitted against hand-written")
     parser.add_argument("--pairs", type=int, default=40, help="alternating pairs of steps (default 40)")
-    parser.add_argument("--only", choices=("tp", "one"), help="one of the two tables")
+    parser.add_argument("--only", choices=("tp", "zero", "one"), help="one of the three tables")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if options.only != "one":
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(worker, args=(os.path.join(folder, "store"), options.pairs), nprocs=WAYS)
-    if options.only != "tp":
+            mp.spawn(worker, args=(os.path.join(folder, "store"), options.pairs, options.only), nprocs=WAYS)
+    if options.only in (None, "one"):
         one_rank(options.pairs)
 
 

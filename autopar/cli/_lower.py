@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from rich.table import Table
 from torch import nn
 
@@ -11,7 +12,9 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 
 if TYPE_CHECKING:
+    from autopar.cost.hardware import Hardware
     from autopar.cost.price import Price
+    from autopar.emit.module import ParallelModule
     from autopar.strategy import Strategy
 
 OnPass = Callable[[str, Program], None]
@@ -102,6 +105,31 @@ def price(model: nn.Module, kwargs: dict[str, Any], mesh: str, fields: dict[str,
     low = 2 if strategy.precision == "bf16" else None
     stage = Stage(strategy.zero, strategy.zero_shard_size, strategy.microbatches, low, managed(program))
     return price(program, profile, zero=stage)
+
+
+def parallelize(
+    model: nn.Module, mesh: str, kwargs: dict[str, Any], strategy: "Strategy", seed: int
+) -> "ParallelModule":
+    """The parallel module, from this rank's rows."""
+    import autopar
+
+    return autopar.parallelize(model, mesh, kwargs=kwargs, strategy=strategy, seed=seed)
+
+
+def profile(name: str | None) -> "Hardware | None":
+    """A hardware profile by name, or this device's; None where that is not known."""
+    from autopar.cost.hardware import load, of_device
+
+    found = name or (of_device(torch.cuda.get_device_name()) if torch.cuda.is_available() else None)
+    return load(found) if found else None
+
+
+def model_flops(model: nn.Module, kwargs: dict[str, Any], hardware: "Hardware") -> float:
+    """Flops of forward and backward of the unsharded model, each counted once. No recomputation counts."""
+    from autopar.cost.program import price
+
+    program = lower(model, kwargs, "dp=1", {}, after="trace", loss_only=True)
+    return float(price(program, hardware).model_flops)
 
 
 def comparison(rows: "list[tuple[str, Price]]", format: str) -> Table | str:

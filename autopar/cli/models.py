@@ -52,17 +52,18 @@ def sharpen(model: nn.Module) -> nn.Module:
     return model
 
 
-def load(text: str, *, meta: bool = True, seed: int = 0) -> LoadedModel:
+def load(text: str, *, meta: bool = True, seed: int = 0, words: int = 0) -> LoadedModel:
     """``hf:NAME``, ``hf:path/config.json``, ``hf:folder`` or ``module:callable`` to a model.
 
     With ``meta`` a Hugging Face model is made on the meta device, without weights; otherwise it is drawn from ``seed``
-    and sharpened. Raises AutoparError ``unknown-model``, ``unknown-preset``, ``missing-package``.
+    and sharpened. Its vocabulary, where it has one, is widened to ``words``. Raises AutoparError ``unknown-model``,
+    ``unknown-preset``, ``missing-package``.
     """
     kind, _, name = text.partition(":")
     if not name:
         raise AutoparError("unknown-model", f"{text!r} names no model", "write hf:NAME, hf:FOLDER or module:callable")
     if kind == "hf":
-        return _from_config(_configuration(name), text, meta, seed)
+        return _from_config(_widened(_configuration(name), words), text, meta, seed)
     return _from_callable(kind, name, meta, seed)
 
 
@@ -74,6 +75,10 @@ def _configuration(name: str) -> Mapping[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise AutoparError("unknown-model", f"{path}: cannot be read: {error}", "name a config.json") from error
+
+
+def _widened(values: Mapping[str, Any], words: int) -> Mapping[str, Any]:
+    return {**values, "vocab_size": max(values["vocab_size"], words)} if "vocab_size" in values else values
 
 
 def _device(meta: bool) -> AbstractContextManager[Any]:

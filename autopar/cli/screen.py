@@ -14,12 +14,12 @@ WIDE = 200  # columns of a table that goes to a file or a pipe
 
 
 class Screen:
-    """The two ends of a command: ``out`` for results on stdout, everything else on stderr."""
+    """The two ends of a command: ``out`` for results on stdout, everything else on stderr, unless ``quiet``."""
 
-    def __init__(self) -> None:
+    def __init__(self, quiet: bool = False) -> None:
         width = None if sys.stdout.isatty() else WIDE
         self.out = Console(file=sys.stdout, soft_wrap=True, highlight=False, width=width)
-        self.err = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self.err = Console(file=sys.stderr, highlight=False, soft_wrap=True, quiet=quiet)
 
     def write(self, text: str) -> None:
         """Result text, as it is."""

@@ -93,6 +93,18 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(p.stem for p in _FOLDER.glob("*.toml")))
 
 
+def of_device(name: str) -> str | None:
+    """The profile of a device by the name that its driver gives ("NVIDIA H100 80GB HBM3"); None where there is none.
+
+    Variants with another peak ("H100 PCIe", "H100 NVL") have none.
+    """
+    said = re.sub(r"[^a-z0-9]", "", name.lower())
+    if "pcie" in said or "nvl" in said:
+        return None
+    found = [p for p in names() if all(word in said for word in p.split("-"))]
+    return max(found, key=len, default=None)
+
+
 def load(text: str) -> Hardware:
     """A profile by name (``h100``), or a cluster (``h100x64``: 64 ranks). Raises AutoparError ``unknown-hardware``."""
     match = re.fullmatch(r"(.+)x([1-9]\d*)", text)
