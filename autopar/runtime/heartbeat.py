@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
@@ -52,10 +52,10 @@ S = TypeVar("S", bound=Guarded)
 
 @dataclass
 class Seen:
-    """The last count that was read of a rank, and when it changed."""
+    """The last count that was read of a rank, and this process's own count when it changed."""
 
-    count: bytes = b""
-    at: float = field(default_factory=time.monotonic)
+    count: bytes
+    at: int
 
 
 class Heart:
@@ -82,7 +82,7 @@ class Heart:
         self._seen: dict[int, Seen] = {}
         self._gone: tuple[int, float] | None = None  # a rank that left, and when
         self._lost: float | None = None  # since when the store has not answered
-        self._count, self._suspicious = 0, False
+        self._count, self._suspicious = 0, 0  # beats so far, and those for which all ranks are looked at
         self._stop, self._settled = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="autopar heartbeat", daemon=True)
         self._thread.start()
@@ -91,10 +91,11 @@ class Heart:
 
     def explain(self) -> AutoparError | None:
         """Why a collective failed: the error that names the dead rank; None where all seem alive. Takes some beats."""
-        self._seen, self._suspicious = {}, True
-        self._settled.wait((SUSPICION + 3) * self.interval)
-        self._suspicious = False
-        if self.verdict is not None:
+        self._seen, self._suspicious = {}, SUSPICION + 3
+        self._settled.wait(10 * self._suspicious * self.interval)
+        if self.verdict is None:
+            self._settled.clear()
+        else:
             self._linger()
             self._stop.set()  # whoever asked ends the process as it likes
         return self.verdict
@@ -134,6 +135,10 @@ class Heart:
                     return
             if self._lost is not None and self.verdict is None:
                 self._judge_store(self._lost)
+            if self._suspicious:
+                self._suspicious -= 1
+                if not self._suspicious and self.verdict is None:
+                    self._settled.set()
             if self.verdict is not None:
                 self._settled.set()
                 if found is None and not self._suspicious:
@@ -188,12 +193,12 @@ class Heart:
         return self.store.check([f"left/{rank}"])
 
     def _silence(self, rank: int) -> float:
-        """Seconds since the rank's count changed; 0 where it has not begun."""
-        seen = self._seen.setdefault(rank, Seen())
+        """Seconds since the rank's count changed, by this process's own beats: on a machine that stalls all do."""
         count = self.store.get(f"beat/{rank}") if self.store.check([f"beat/{rank}"]) else b""
-        if count != seen.count or not count:
-            seen.count, seen.at = count, time.monotonic()
-        return time.monotonic() - seen.at
+        seen = self._seen.setdefault(rank, Seen(count, self._count))
+        if count != seen.count or not count:  # it has not begun
+            seen.count, seen.at = count, self._count
+        return (self._count - seen.at) * self.interval
 
     def _accuse(self, rank: int, why: str) -> None:
         self.verdict = self._error(rank, why)
@@ -202,6 +207,8 @@ class Heart:
 
     def _error(self, rank: int, why: str) -> AutoparError:
         fix = "see its own output, then start again from the last checkpoint"
+        if rank == self.rank:
+            why = f"{why}; it is this process, which the others have given up"
         return AutoparError("dead-rank", f"rank {rank} on host {self.hosts.get(rank, 'unknown')} is dead: {why}", fix)
 
     def _say(self, text: str) -> None:

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
 from autopar.ir.mesh import Mesh
+from tests.llama import llama as small
 
 WIDTH, VOCABULARY = 16, 24
 
@@ -49,11 +49,10 @@ def fused(dropout: float = 0.0, seed: int = 0) -> nn.Module:
     return Fused(dropout)
 
 
-def llama(seed: int = 0, **changes: Any) -> Any:
-    torch.manual_seed(seed)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 20, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, "use_cache": False}
-    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **changes}, max_position_embeddings=32))
+def llama(seed: int = 0, **changes: Any) -> nn.Module:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 20, "max_position_embeddings": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    return small(seed=seed, **{**sizes, **heads, **changes})
 
 
 MODELS: dict[str, Callable[..., Any]] = {"llama": llama, "fused": fused}

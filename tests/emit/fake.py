@@ -7,21 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
+
+from tests.llama import llama as small
 
 
 def llama(layers: int = 2) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        max_position_embeddings=16,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
+    return small(layers, vocab_size=256, num_key_value_heads=8)
 
 
 def batch() -> dict[str, Tensor]:

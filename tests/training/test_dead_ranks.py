@@ -17,7 +17,7 @@ from tests.checkpoint.models import batch, fused, mine, parallel
 from tests.ranks import Ranks
 from tests.spawned import Spawned, mark
 
-SHORT = 2.0  # seconds of patience
+SHORT = 4.0  # seconds of patience
 
 
 def stepping(folder: pathlib.Path, waits: int | None) -> None:
@@ -66,6 +66,38 @@ def test_killed_while_others_are_idle(ranks: Ranks, tmp_path: pathlib.Path) -> N
     group.wait_for("idle")
     group.kill(2)
     check(group, 2)
+
+
+def bare(folder: pathlib.Path) -> None:
+    """Collectives of the user's own, which raise what c10d raises."""
+    autopar.parallelize(fused(), "dp=3", kwargs=mine(batch("fused", 0, rows=6), "dp=3"), heartbeat=SHORT)
+    mark(folder, "begun")
+    while True:
+        dist.barrier()
+
+
+def test_killed_in_a_user_s_own_collective(ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    group = Spawned(ranks.context, 3, tmp_path, bare, tmp_path)
+    group.wait_for("begun")
+    group.kill(1)
+    check(group, 1)
+
+
+def raising() -> None:
+    pm = parallel("fused", "dp=3")
+    heart = pm._heart
+    heart.patience, heart.interval = SHORT, SHORT / 5
+    if dist.get_rank() == 1:
+        raise ValueError("no such file")
+    pm.train_step(**mine(batch("fused", 0), "dp=3"))
+
+
+def test_a_rank_that_raises_is_named_with_its_error(ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    group = Spawned(ranks.context, 3, tmp_path, raising)
+    codes, texts = group.codes(), group.texts()
+    assert codes == [1, 1, 1], texts
+    for rank in (0, 2):
+        assert "rank 1 on host" in texts[rank] and "it ended with ValueError: no such file" in texts[rank], texts[rank]
 
 
 def going(folder: pathlib.Path) -> None:

@@ -43,7 +43,7 @@ class Run:
         self.model, (self.mesh, _, strategy), self.text = model, where.partition(" "), Text()
         rows = mine(Text().batch(model), self.mesh)
         module = MODELS[model](seed=seed, **options)
-        self.pm = autopar.parallelize(module, self.mesh, kwargs=rows, strategy=strategy, heartbeat=2.0)
+        self.pm = autopar.parallelize(module, self.mesh, kwargs=rows, strategy=strategy, heartbeat=4.0)
         self.optimizer = torch.optim.AdamW(self.pm.parameters(), lr=3e-3)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.9**step)
 

@@ -1,4 +1,4 @@
-"""A small model of the transformers library, its batch, and the bytes that its engine moves."""
+"""The batch of a tiny model, and the bytes that its engine moves."""
 
 from collections import Counter
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.cost.communication import collective_bytes
 
@@ -15,24 +14,6 @@ KINDS = {
     "_reduce_scatter_base_": "reduce_scatter",
     "allreduce_": "all_reduce",
 }
-
-
-def llama(layers: int = 2, dropout: float = 0.0, **changes: Any) -> LlamaForCausalLM:
-    """With random weights from a fixed seed; every dim divides over four ranks."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=16,
-        attention_dropout=dropout,
-        use_cache=False,
-        **changes,
-    )
-    return LlamaForCausalLM(config)
 
 
 def ids(rows: int = 8, seed: int = 1) -> Tensor:

@@ -11,8 +11,9 @@ from autopar.ir.program import Program
 from autopar.ir.units import managed
 from autopar.passes.pipeline import run
 from autopar.trace import trace
+from tests.llama import llama
 from tests.passes.models import traced
-from tests.zero.models import ids, llama
+from tests.zero.models import ids
 
 RANKS = 4
 SHARE = (RANKS - 1) / RANKS
