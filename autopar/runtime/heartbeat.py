@@ -276,8 +276,8 @@ def guard(heart: Heart | None) -> Iterator[None]:
         yield
     except (RuntimeError, AutoparError) as error:
         verdict = heart.explain() if lost_peer(error) else None
-        if verdict is None:
-            raise
+        if verdict is None or (isinstance(error, AutoparError) and LEFT in verdict.message):
+            raise  # a call that not every rank makes is told better by the caller
         raise verdict from error
     finally:
         if outermost:
