@@ -99,8 +99,8 @@ def closed_form(program: Program, hardware: Hardware, links: Mapping[str, Link] 
     """
     names = program.mesh.names
     every = {axis: (links or {}).get(axis, communication.inner_link(hardware)) for axis in names}
-    data = "+".join(program.mesh.data_axes)
-    every.setdefault(data, every[program.mesh.data_axes[0]] if data else communication.inner_link(hardware))
+    data = "+".join(program.mesh.summed_axes)
+    every.setdefault(data, every[program.mesh.summed_axes[0]] if data else communication.inner_link(hardware))
     return price(program, hardware, sizes=axis_sizes(names), links=every)
 
 
@@ -182,7 +182,7 @@ def _trained(program: Program) -> Iterator[Param]:
 def _summed_over(program: Program, param: Param) -> str:
     """The data axes over which the engine sums the parameter's gradient, joined by ``+``."""
     layout = param.layout or Layout()
-    return "+".join(a for a in program.mesh.data_axes if layout.get(a, R) == R)
+    return "+".join(a for a in program.mesh.summed_axes if layout.get(a, R) == R)
 
 
 def _gradient_sum(bill: _Bill, program: Program, sizes: Sizes, links: Mapping[str, Link], zero: Stage) -> None:
@@ -227,7 +227,7 @@ def _memory(program: Program, shapes: Shapes, sizes: Sizes, training: bool, zero
             held = held + memory.states(value.numel, memory.adamw(param.spec.dtype))
         else:
             frozen = frozen + value.bytes
-    ways = product(sizes[a] for a in program.mesh.data_axes)
+    ways = product(sizes[a] for a in program.mesh.summed_axes)
     held = zero.held(held, ways)
     kinds = {"parameters": held.parameters + frozen, "gradients": held.gradients, "optimizer": held.optimizer}
     gathered = _gathered(program, sizes, zero) if ways != 1 or zero.low else {}

@@ -46,6 +46,22 @@ def attention(
     )
 
 
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    key: int = 0,
+    axis: str = "",
+) -> Tensor:
+    """``attention`` whose queries and keys may be sharded on ``axis`` along the sequence: keys and values go around."""
+    return attention(q, k, v, mask, dropout, is_causal, scale, enable_gqa, key)
+
+
 def token_loss(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     """Negative log-likelihood of each target class: logits [..., V], target [...] int64 -> [...].
 
@@ -58,4 +74,5 @@ def token_loss(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
 FACTORIES = (torch.ops.aten.full.default, torch.ops.aten.arange.start_step)
 """Ops that make a tensor of numbers. They name no device in a Program: whoever runs it says where."""
 
-IR_OPS = (convert, dropout, attention, token_loss)
+IR_OPS = (convert, dropout, attention, ring_attention, token_loss)
+ATTENTION = (attention, ring_attention)

@@ -6,3 +6,8 @@ from torch import Tensor
 def mean_of_total(x: Tensor, dim: tuple[int, ...], keepdim: bool, total: int) -> Tensor:
     """This shard's term of a mean over ``total`` elements of the whole: sum over ``dim``, divided by ``total``."""
     return x.sum(dim, keepdim) / total if dim else x / total
+
+
+def selected(x: Tensor, dim: int, index: int | None) -> Tensor:
+    """This shard's term of one index of ``dim``: its own element, or zero where another rank has it (None)."""
+    return x.select(dim, index) if index is not None else x.new_zeros((*x.shape[:dim], *x.shape[dim + 1 :]))
