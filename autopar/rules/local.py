@@ -259,7 +259,7 @@ def _attention(node: fx.Node, place: Place) -> None:
     node.target, node.kwargs = random.attention_with_dropout, {}
     node.args = (
         known["q"], known["k"], known["v"], known["mask"], known["dropout"], known["is_causal"], known["scale"],
-        known["enable_gqa"], known["key"], _sharing(place), place.handle("rng"),
+        known["enable_gqa"], known["key"], _sharing(place), place.handle("rng"), known["fill"],
     )  # fmt: skip
 
 
@@ -270,7 +270,7 @@ def _ring(node: fx.Node, place: Place) -> None:
     over = {a for x, s in zip(place.inputs, (q, k)) for a, _ in x.shards(len(s) - 2)}
     if not over:
         node.target, node.kwargs = ops.attention, {n: v for n, v in node.kwargs.items() if n != "axis"}
-        node.args = node.args[:9]
+        node.args = node.args[:10]
         _attention(node, place)
         return
     if over != {axis}:
@@ -284,7 +284,7 @@ def _ring(node: fx.Node, place: Place) -> None:
     queries = runs_of(place.inputs[0], len(q) - 2, q[-2], place.mesh, place.at)
     node.target, node.kwargs = ring_attention, {}
     node.args = (
-        known["q"], known["k"], known["v"], known["mask"], known["is_causal"], known["scale"], queries, keys,
+        known["q"], known["k"], known["v"], known["mask"], known["is_causal"], known["scale"], known["fill"], queries, keys,
         place.handle(axis),
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ keys and values again and 2b(N-1)/N, in the dtype of accumulation, for their gra
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ def ring_attention(
     mask: Tensor | None,
     is_causal: bool,
     scale: float | None,
+    fill: float | None,
     queries: tuple[Run, ...],
     keys: tuple[tuple[Run, ...], ...],
     axis: Axis,
@@ -50,6 +51,7 @@ def ring_attention(
         mask: bool (True: seen) or float (added), broadcastable to [..., H, s, T]: this rank's rows, every key.
         is_causal: a query sees keys up to its own global position.
         scale: 1/sqrt(D) where None.
+        fill: the score of what a bool mask hides; minus infinity where None.
         queries: this rank's runs of global positions, in local order.
         keys: those of every coordinate's keys.
 
@@ -61,7 +63,7 @@ def ring_attention(
     q, k, v = (x.expand((*lead, *x.shape[-3:])).reshape((-1, *_heads(x))) for x in (q, k, v))
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     places = Places(queries, keys)
-    out: Tensor = _Ring.apply(q, k, v, mask, Band.of(is_causal), scale, places, axis)
+    out: Tensor = _Ring.apply(q, k, v, mask, Scores(scale, Band.of(is_causal), None, fill), places, axis)
     shape = (*lead, *out.shape[1:])
     return out.reshape(shape)
 
@@ -81,38 +83,36 @@ def _four(mask: Tensor, lead: torch.Size) -> Tensor:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, band: Band, scale: float, places: Places,
-        axis: Axis,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Scores, places: Places, axis: Axis
+    ) -> Tensor:
         wide = wide_of(q.dtype)
-        scores = Scores(scale, band, mask)
+        scores = replace(rule, mask=mask)
         state, mine = State.empty(q, v.shape[-1], wide), q.to(wide)
         block = _Block.of(k, v)
         for step in range(axis.size):
             owner = (axis.coordinate - step) % axis.size
             moving = block.depart(places, owner, axis) if step < axis.size - 1 else None
             bk, bv = block.k.to(wide), block.v.to(wide)
-            for tile in tiles(places.queries, places.keys[owner], band, _limit(mine, bv, scores)):
+            for tile in tiles(places.queries, places.keys[owner], rule.band, _limit(mine, bv, scores)):
                 forward_tile(state, mine, bk, bv, tile, scores)
             if moving is not None:
                 block = moving.arrive()
         out = state.result()
         ctx.save_for_backward(q, k, v, mask, out, state.top, state.total)
-        ctx.scores, ctx.places, ctx.axis = (scale, band), places, axis
+        ctx.rule, ctx.places, ctx.axis = rule, places, axis
         return out.to(q.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, v, mask, out, top, total = ctx.saved_tensors
-        scale, band = ctx.scores
         wide = out.dtype
         saved = Saved(q.to(wide), out, grad.to(wide), top, total)
-        scores = Scores(scale, band, mask)
+        scores = replace(ctx.rule, mask=mask)
         mask_grad = torch.zeros_like(mask, dtype=wide) if mask is not None and ctx.needs_input_grad[3] else None
         dq, dk, dv = _backward(saved, _Block.of(k, v), scores, ctx.places, ctx.axis, mask_grad)
         back = None if mask is None or mask_grad is None else mask_grad.to(mask.dtype)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), back, None, None, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), back, None, None, None
 
 
 def _limit(q: Tensor, v: Tensor, scores: Scores) -> int | None:

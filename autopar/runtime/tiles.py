@@ -7,7 +7,7 @@ lose the sum where an additive mask makes every score as low as the dtype goes.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -144,16 +144,18 @@ class Scores:
 
     Args:
         mask: bool (True: seen) or float (added), [B or 1, H or 1, S or 1, T of all keys]; None for none.
+        fill: the score of what a bool mask hides; minus infinity where None.
     """
 
     scale: float
     band: Band
     mask: Tensor | None = None
+    fill: float | None = None
 
     @property
     def by_kernel(self) -> bool:
         """Whether a fused kernel computes the same: an additive mask needs maximum and sum apart."""
-        return self.mask is None or self.mask.dtype == torch.bool
+        return self.mask is None or (self.mask.dtype == torch.bool and self.fill is None)
 
     def part(self, tile: Tile) -> Tensor | None:
         """The mask's entries of a tile: its keys lie at their global places."""
@@ -174,10 +176,19 @@ class Scores:
     def of(self, q: Tensor, k: Tensor, tile: Tile) -> Tensor:
         """Masked scores [B, G, r, s, t] of q [B, H, s, D] and k [B, G, t, D], H = G r."""
         scores = grouped(q, k.shape[1]) @ k.unsqueeze(2).transpose(-2, -1) * self.scale
-        part, seen = self.part(tile), self.seen(tile, q.device)
+        part = self.part(tile)
         if part is not None and part.dtype != torch.bool:
             scores = scores + grouped(part, k.shape[1]).to(scores.dtype)
-        return scores if seen is None else scores.masked_fill(~grouped(seen, k.shape[1]), -math.inf)
+        elif part is not None:
+            scores = scores.masked_fill(~grouped(part, k.shape[1]), -math.inf if self.fill is None else self.fill)
+        if not tile.cut:
+            return scores
+        return scores.masked_fill(~self.band.mask(tile.query, tile.key, q.device), -math.inf)
+
+    def constant(self, tile: Tile, groups: int) -> Tensor | None:
+        """The scores that a finite ``fill`` replaced: no gradient flows through them."""
+        part = self.part(tile)
+        return None if part is None or self.fill is None or part.dtype != torch.bool else ~grouped(part, groups)
 
 
 def grouped(x: Tensor, groups: int) -> Tensor:
@@ -250,7 +261,7 @@ def backward_tile(
     else:
         dq, dk, dv, ds = _backward_plain(saved, k, v, tile, scores)
         if mask_grad is not None:
-            part = Scores(scores.scale, scores.band, mask_grad).part(tile)
+            part = replace(scores, mask=mask_grad).part(tile)
             assert part is not None
             part += ds.flatten(1, 2).sum_to_size(part.shape)
     grads[0][..., rows, :] += dq
@@ -270,6 +281,9 @@ def _backward_plain(
     dv = (p.transpose(-2, -1) @ g).sum(2)
     dp = g @ v.unsqueeze(2).transpose(-2, -1)
     ds = p * (dp - grouped((grad * out).sum(-1, keepdim=True), groups))
+    constant = scores.constant(tile, groups)
+    if constant is not None:
+        ds = ds.masked_fill(constant, 0.0)
     dq = (ds @ k.unsqueeze(2) * scores.scale).flatten(1, 2)
     dk = (ds.transpose(-2, -1) @ grouped(q, groups) * scores.scale).sum(2)
     return dq, dk, dv, ds
