@@ -134,7 +134,7 @@ def check_axes(mesh: Mesh) -> None:
     for axis, size in mesh.axes:
         if size > 1 and mesh.base(axis) in ("pp", "ep"):
             raise AutoparError(
-                "unsupported-axis", f"mesh {mesh}: this version shards over dp, cp and tp only, {axis}={size} is asked for",
+                "unsupported-axis", f"mesh {mesh}: this version has no pass for {axis}, {axis}={size} is asked for",
                 "use dp, cp and tp axes",
             )  # fmt: skip
 

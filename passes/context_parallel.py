@@ -24,7 +24,7 @@ from autopar.solve.flow import Flow, flow_of
 from autopar.solve.heads import repeat_keys
 from autopar.solve.prices import conversion_prices, op_prices
 from autopar.solve.problem import Choices, solve
-from autopar.solve.sequence import attentions, check_sequence, context_seeds, heads_shard
+from autopar.solve.sequence import check_sequence, context_seeds, heads_shard
 from autopar.solve.sources import sources
 
 WHOLE = 1e5  # µs: an op on activations that could run on its part of the sequence but does not

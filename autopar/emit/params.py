@@ -74,7 +74,7 @@ class Place:
         return self.over[self.model_axes]
 
     def data_mesh(self, ways: int | None = None) -> DeviceMesh:
-        """The axes that gradients are summed over as one dim, or as copies and shards where fewer than all ranks share out a parameter.
+        """The summed axes as one dim, or as copies and shards where fewer than all ranks share out a parameter.
 
         Args:
             ways: data ranks that share out a parameter; None where none do.

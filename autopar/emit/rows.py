@@ -15,6 +15,7 @@ from autopar.ir.runs import Run, runs_of
 from autopar.runtime._functional import gathered
 from autopar.runtime.axis import Axis
 
+
 @dataclass(frozen=True)
 class Box:
     """A contiguous part of a tensor: where it lies in the whole, and where in the local tensor."""

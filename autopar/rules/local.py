@@ -121,7 +121,7 @@ def zigzag(node: fx.Node, place: Place) -> None:
         args = (x, *_chunks(dst, have.having(axis, dst), axis, node.meta["spec"], place))
         x = _before(node, order.by_rank, args, have)
     if isinstance(src, Shard) and src.zigzag:
-        moved = _before(node, ops.convert, (x, axis, _plain(src), _plain(dst)), have.having(axis, dst))  # type: ignore[arg-type]
+        moved = _before(node, ops.convert, (x, axis, _plain(src), _plain(dst)), have.having(axis, dst))
         convert(moved, replace(place, inputs=(have.having(axis, _plain(src)),)))
         node.args = (moved, *_chunks(src, have, axis, node.meta["spec"], place))
         node.target, node.kwargs = order.as_whole, {}
@@ -284,8 +284,8 @@ def _ring(node: fx.Node, place: Place) -> None:
     queries = runs_of(place.inputs[0], len(q) - 2, q[-2], place.mesh, place.at)
     node.target, node.kwargs = ring_attention, {}
     node.args = (
-        known["q"], known["k"], known["v"], known["mask"], known["is_causal"], known["scale"], known["fill"], queries, keys,
-        place.handle(axis),
+        known["q"], known["k"], known["v"], known["mask"], known["is_causal"], known["scale"], known["fill"],
+        queries, keys, place.handle(axis),
     )  # fmt: skip
 
 

@@ -15,7 +15,17 @@ from torch import Tensor
 from autopar.runtime._functional import arrived, departed
 from autopar.runtime.axis import Axis
 from autopar.runtime.tiles import (
-    TILE, Band, Run, Saved, Scores, State, backward_tile, forward_tile, fused, tiles, wide_of,
+    TILE,
+    Band,
+    Run,
+    Saved,
+    Scores,
+    State,
+    backward_tile,
+    forward_tile,
+    fused,
+    tiles,
+    wide_of,
 )  # fmt: skip
 
 
@@ -60,11 +70,11 @@ def ring_attention(
     """
     lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     mask = _four(mask, lead) if mask is not None else None
+    shape = (*lead, *q.shape[-3:-1], v.shape[-1])
     q, k, v = (x.expand((*lead, *x.shape[-3:])).reshape((-1, *_heads(x))) for x in (q, k, v))
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     places = Places(queries, keys)
     out: Tensor = _Ring.apply(q, k, v, mask, Scores(scale, Band.of(is_causal), None, fill), places, axis)
-    shape = (*lead, *out.shape[1:])
     return out.reshape(shape)
 
 

@@ -17,7 +17,6 @@ from autopar.solve.flow import Flow
 from autopar.solve.problem import Solution
 from autopar.solve.sources import PRODUCTS, sequence_seeds
 
-
 NOTABLE = 0.02  # of the flops of products: what is worth a message where every rank repeats it
 
 

@@ -83,7 +83,7 @@ def _scores_of(softmax: fx.Node) -> _Scores | None:
         if back is None or len(node.users) != 1:
             return None
         steps.append((node, back))
-        node = node.args[back]  # type: ignore[assignment]
+        node = node.args[back]
     if not isinstance(node, fx.Node) or len(node.users) != 1 or node.args[0] is node.args[1]:
         return None
     found = _Scores(node)
@@ -95,7 +95,13 @@ def _scores_of(softmax: fx.Node) -> _Scores | None:
 
 def _step(node: fx.Node, size: tuple[int, ...]) -> int | None:
     """Which argument of a step holds the scores; None for an op that attention does not have."""
-    if node.target in (aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.masked_fill.Scalar, aten._to_copy.default):
+    if node.target in (
+        aten.mul.Tensor,
+        aten.div.Tensor,
+        aten.add.Tensor,
+        aten.masked_fill.Scalar,
+        aten._to_copy.default,
+    ):
         return _place(node, (0, 1) if node.target in (aten.mul.Tensor, aten.add.Tensor) else (0,), size)
     return _place(node, (1, 2), size) if node.target is aten.where.self else None
 
@@ -172,15 +178,13 @@ def _rewrite(graph: fx.Graph, found: _Scores, out: fx.Node, p: float, key: int) 
         k = _transposed(graph, turned)
         if mask is not None and found.opposite:
             mask = edit.call(graph, aten.logical_not.default, (mask,), like=out)
-        new = edit.call(
-            graph, ops.attention, (q, k, v, mask, p, causal, found.scale, False, key, fill if mask is not None else None),
-            like=out, spec=out.meta["spec"],
-        )  # fmt: skip
+        args = (q, k, v, mask, p, causal, found.scale, False, key, fill if mask is not None else None)
+        new = edit.call(graph, ops.attention, args, like=out, spec=out.meta["spec"])
     edit.replace(out, new)
 
 
 def _kind(found: _Scores) -> str:
-    """ "causal" or "full" where the mask is that for every input, else ""."""
+    """``mask_kind`` of what was done to the scores: "causal" or "full" where it is that for every input."""
     assert found.mask is not None
     if found.mask.meta["spec"].dtype != torch.bool:
         return mask_kind(found.mask)
