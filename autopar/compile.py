@@ -132,10 +132,10 @@ def _lowered(x: Any) -> Any:
 def check_axes(mesh: Mesh) -> None:
     """Raises AutoparError ``unsupported-axis`` for axes whose passes are not there yet."""
     for axis, size in mesh.axes:
-        if size > 1 and mesh.base(axis) in ("pp", "cp", "ep"):
+        if size > 1 and mesh.base(axis) in ("pp", "ep"):
             raise AutoparError(
-                "unsupported-axis", f"mesh {mesh}: this version shards over dp and tp only, {axis}={size} is asked for",
-                "use dp and tp axes",
+                "unsupported-axis", f"mesh {mesh}: this version has no pass for {axis}, {axis}={size} is asked for",
+                "use dp, cp and tp axes",
             )  # fmt: skip
 
 

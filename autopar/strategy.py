@@ -5,7 +5,7 @@ from typing import Any
 
 from autopar.errors import AutoparError
 
-LATER = ("approximate_microbatches", "schedule", "virtual_stages", "stages", "context_parallel", "expert_capacity")
+LATER = ("approximate_microbatches", "schedule", "virtual_stages", "stages", "expert_capacity")
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Strategy:
             state. 1 reduces gradients once a step, 2 with each microbatch, 3 also gathers parameters unit by unit.
         zero_shard_size: data ranks that share out one copy of the parameters; all where None.
         prefetch: units that are gathered ahead of the one that runs; the engine's own choice where None.
+        context_parallel: how attention runs on ``cp``: "ring", "ulysses", "ring:2+ulysses:4" (their product is the
+            axis), or the cheapest of them where None.
         recompute: what the backward computes again instead of keeping it: "none", "selective" or "full".
         precision: "fp32" computes in the parameters' own dtypes, "bf16" in bfloat16 what is held in float32.
         Parameters,
@@ -67,7 +69,8 @@ class Strategy:
         if self.passes is not None:
             return self.passes
         tensor = "tensor-parallel{sequence}" if self.sequence_parallel else "tensor-parallel"
-        words = ["data-parallel", tensor, "reshard", "localize", *self._engine]
+        kind = "" if self.context_parallel in (None, "auto") else f"{{kind={self.context_parallel}}}"
+        words = ["data-parallel", tensor, f"context-parallel{kind}", "reshard", "localize", *self._engine]
         return ",".join(words)
 
     @property

@@ -6,7 +6,7 @@ fusion, which eager execution does. Views are free.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from autopar.cost.symbols import Number, maximum, product, ratio
 from autopar.ir import ops
 from autopar.ir.program import Spec, specs, tensor_args
 from autopar.runtime import loss, random
+from autopar.runtime.ring import ring_attention
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class NodeCost:
 
 
 FREE = NodeCost()
-ATTENTIONS = (ops.attention, random.attention_with_dropout)
+ATTENTIONS = (*ops.ATTENTION, random.attention_with_dropout, ring_attention)
 
 
 def words(text: str) -> frozenset[str]:
@@ -150,7 +151,8 @@ def bound(node: fx.Node) -> dict[str, Any]:
 
 def dropout_of(args: dict[str, Any]) -> float:
     """The probability at which an attention with these arguments drops entries."""
-    return args["p"] if "p" in args else args["dropout"]
+    dropped: float = args["p"] if "p" in args else args.get("dropout", 0.0)
+    return dropped
 
 
 def _of(node: fx.Node, shapes: Shapes) -> Value:
@@ -230,6 +232,14 @@ def _convolution(node: fx.Node, shapes: Shapes) -> NodeCost:
     return _matmul(node, shapes, args["input"], args["weight"], (rows, out.shape[1], field))
 
 
+def _keys(node: fx.Node, args: Mapping[str, Any], k: Value) -> Number:
+    """How many keys a query sees at most: in a ring, those of all ranks."""
+    if node.target is ring_attention:
+        return sum(length for held in args["keys"] for _, length in held)
+    whole = specs(args["k"])[0] if node.target is ops.ring_attention else None
+    return k.shape[-2] if whole is None else whole.shape[-2]
+
+
 def _attention(node: fx.Node, shapes: Shapes) -> NodeCost:
     """Fused attention; with dropout, unfused attention.
 
@@ -240,7 +250,7 @@ def _attention(node: fx.Node, shapes: Shapes) -> NodeCost:
     args = bound(node)
     q, k, v = (_of(args[name], shapes) for name in ("q", "k", "v"))
     out = _of(node, shapes)
-    square = product(q.shape[:-1]) * k.shape[-2]
+    square = product(q.shape[:-1]) * _keys(node, args, k)
     flops = 2 * square * (q.shape[-1] + v.shape[-1])
     moved = q.bytes + k.bytes + v.bytes + out.bytes
     if args["mask"] is not None:

@@ -99,8 +99,8 @@ def closed_form(program: Program, hardware: Hardware, links: Mapping[str, Link] 
     """
     names = program.mesh.names
     every = {axis: (links or {}).get(axis, communication.inner_link(hardware)) for axis in names}
-    data = "+".join(program.mesh.data_axes)
-    every.setdefault(data, every[program.mesh.data_axes[0]] if data else communication.inner_link(hardware))
+    data = "+".join(program.mesh.summed_axes)
+    every.setdefault(data, every[program.mesh.summed_axes[0]] if data else communication.inner_link(hardware))
     return price(program, hardware, sizes=axis_sizes(names), links=every)
 
 
@@ -124,6 +124,8 @@ def _bill(
         if node.op == "call_function" and node.target is ops.convert:
             _convert(bill, node, sizes, links, training)
             continue
+        if node.target is ops.ring_attention:
+            _ring(bill, node, shapes, sizes, links, training)
         cost = node_cost(node, shapes)
         if cost.kind == "free":
             continue
@@ -149,6 +151,20 @@ def _convert(bill: _Bill, node: fx.Node, sizes: Sizes, links: Mapping[str, Link]
         sent = communication.collective_bytes(collective, whole, sizes[axis])
         seconds = communication.collective_seconds(collective, whole, sizes[axis], links[axis])
         bill.send((axis, collective, when), 1, sent, seconds)
+
+
+def _ring(bill: _Bill, node: fx.Node, shapes: Shapes, sizes: Sizes, links: Mapping[str, Link], training: bool) -> None:
+    """Keys and values around the axis, N-1 times a rank's part; again backward, and their gradients as far."""
+    args = compute.bound(node)
+    axis, ways = args["axis"], sizes[args["axis"]]
+    blocks = [shapes(args[name])[0] for name in ("k", "v")]
+    whole: Number = sum(b.bytes * ways for b in blocks if b is not None)
+    wide = 2 if work_dtype(node).itemsize == 2 else 1  # gradients travel in the dtype of accumulation
+    rounds = [(FORWARD, whole)] + ([(BACKWARD, whole * (1 + wide))] if training and differentiable(node) else [])
+    for when, moved in rounds if ways != 1 else []:
+        sent = communication.collective_bytes("all_gather", moved, ways)
+        seconds = communication.collective_seconds("all_gather", moved, ways, links[axis])
+        bill.send((axis, "ring", when), 1, sent, seconds)
 
 
 def work_dtype(node: fx.Node) -> torch.dtype:
@@ -182,7 +198,7 @@ def _trained(program: Program) -> Iterator[Param]:
 def _summed_over(program: Program, param: Param) -> str:
     """The data axes over which the engine sums the parameter's gradient, joined by ``+``."""
     layout = param.layout or Layout()
-    return "+".join(a for a in program.mesh.data_axes if layout.get(a, R) == R)
+    return "+".join(a for a in program.mesh.summed_axes if layout.get(a, R) == R)
 
 
 def _gradient_sum(bill: _Bill, program: Program, sizes: Sizes, links: Mapping[str, Link], zero: Stage) -> None:
@@ -227,7 +243,7 @@ def _memory(program: Program, shapes: Shapes, sizes: Sizes, training: bool, zero
             held = held + memory.states(value.numel, memory.adamw(param.spec.dtype))
         else:
             frozen = frozen + value.bytes
-    ways = product(sizes[a] for a in program.mesh.data_axes)
+    ways = product(sizes[a] for a in program.mesh.summed_axes)
     held = zero.held(held, ways)
     kinds = {"parameters": held.parameters + frozen, "gradients": held.gradients, "optimizer": held.optimizer}
     gathered = _gathered(program, sizes, zero) if ways != 1 or zero.low else {}

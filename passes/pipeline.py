@@ -9,6 +9,7 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.ir.program import Form, Program
 from autopar.passes.base import Context, Pass
+from autopar.passes.context_parallel import ContextParallel
 from autopar.passes.data_parallel import DataParallel
 from autopar.passes.localize import Localize
 from autopar.passes.recompute import Recompute
@@ -17,7 +18,9 @@ from autopar.passes.tensor_parallel import TensorParallel
 from autopar.passes.zero import Zero
 from autopar.verify import check_program
 
-PASSES: dict[str, type[Pass]] = {p.name: p for p in (DataParallel, TensorParallel, Reshard, Localize, Zero, Recompute)}
+PASSES: dict[str, type[Pass]] = {
+    p.name: p for p in (DataParallel, TensorParallel, ContextParallel, Reshard, Localize, Zero, Recompute)
+}
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ def run(
         if program.form != p.requires:
             raise AutoparError(
                 "wrong-form", f"pass {p.name} needs {p.requires.name}, the program is {program.form.name}",
-                "order the passes as data-parallel, tensor-parallel, reshard, localize, zero, recompute",
+                f"order the passes as {', '.join(PASSES)}",
             )  # fmt: skip
         start, before = time.perf_counter(), _size(program)
         program = p.rewrite(program if mine else program.clone(), context)

@@ -70,9 +70,9 @@ class Zero(Pass):
     def rewrite(self, program: Program, context: Context) -> Program:
         """See Pass."""
         mesh = program.mesh
-        axes = tuple(a for a in mesh.data_axes if mesh.size(a) > 1)
-        ways = self._ways(mesh.data_size) if axes else 1
-        model = [a for a in mesh.names if not mesh.is_data(a) and mesh.base(a) != "pp" and mesh.size(a) > 1]
+        axes = tuple(a for a in mesh.summed_axes if mesh.size(a) > 1)
+        ways = self._ways(mesh.summed_size) if axes else 1
+        model = [a for a in mesh.names if not mesh.is_summed(a) and mesh.base(a) != "pp" and mesh.size(a) > 1]
         if self.stage and axes and len(model) > MODEL_AXES:
             raise AutoparError(
                 "zero-model-axes", f"zero={self.stage}: parameters lie on {', '.join(model)} besides the data axes",
@@ -82,7 +82,7 @@ class Zero(Pass):
         if self.stage and ways > 1:
             for name in homes:
                 program.params[name] = replace(program.params[name], chunk=chunk_of(program.params[name], mesh, ways))
-        copies = mesh.data_size // ways if self.stage else mesh.data_size
+        copies = mesh.summed_size // ways if self.stage else mesh.summed_size
         groups = tuple(_groups(program, homes, self.stage))
         program.engine = Engine(
             self.stage, axes, ways if self.stage else 1, copies, self.precision, self.offload, self.prefetch, groups

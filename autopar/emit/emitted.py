@@ -83,7 +83,7 @@ def emit(
         constants: tensors of this variant alone, whole: another trace may have others of the same name.
     """
     users = users_of(program)
-    data = tuple(place.axes[a] for a in place.data_axes)
+    data = tuple(place.axes[a] for a in place.summed_axes)
     own: dict[str, Tensor | None] = {n: t.to(place.device) for n, t in (constants or {}).items() if n in program.params}
     for _, graph in program.graphs():
         on_device(graph, place.device)

@@ -147,7 +147,7 @@ def start(skeleton: Skeleton, params: Mapping[str, Param], plan: Plan, place: Pl
     Collective: groups are made. Registered parameters that data ranks do not share out are exchanged for the engine's.
     """
     engine = Engine(plan)
-    if not place.data_axes:
+    if not place.summed_axes:
         return engine
     attach = _Attach(skeleton, params, plan, place)
     paths = dict.fromkeys((*(g.unit for g in plan.groups if g.unit), ""))

@@ -102,7 +102,7 @@ class ParallelModule(Checkpoints, nn.Module):
                 total = term if total is None else total + term
         self._update_buffers(emitted, values)
         assert total is not None
-        for name in self._place.data_axes:
+        for name in self._place.summed_axes:
             total = all_reduce_invariant(total, self._place.axes[name])
         return total
 

@@ -57,14 +57,14 @@ class Place:
         return {a: self.axes[a].coordinate for a in self.mesh.names}
 
     @property
-    def data_axes(self) -> tuple[str, ...]:
-        """The axes with several ranks that hold different rows."""
-        return tuple(a for a in self.mesh.data_axes if self.mesh.size(a) > 1)
+    def summed_axes(self) -> tuple[str, ...]:
+        """The axes with several ranks over which the engine sums gradients."""
+        return tuple(a for a in self.mesh.summed_axes if self.mesh.size(a) > 1)
 
     @property
     def model_axes(self) -> tuple[str, ...]:
         """The axes with several ranks that parameters are spread over, stages excepted."""
-        names = (a for a in self.mesh.names if not self.mesh.is_data(a) and self.mesh.base(a) != "pp")
+        names = (a for a in self.mesh.names if not self.mesh.is_summed(a) and self.mesh.base(a) != "pp")
         return tuple(a for a in names if self.mesh.size(a) > 1)
 
     @cached_property
@@ -74,15 +74,15 @@ class Place:
         return self.over[self.model_axes]
 
     def data_mesh(self, ways: int | None = None) -> DeviceMesh:
-        """The data axes as one dim, or as copies and shards where fewer than all ranks share out a parameter.
+        """The summed axes as one dim, or as copies and shards where fewer than all ranks share out a parameter.
 
         Args:
             ways: data ranks that share out a parameter; None where none do.
         """
         if ways not in self._made:
             assert self.over is not None
-            mesh = self.over[self.data_axes]
-            flat = mesh if mesh.ndim == 1 else mesh._flatten("_".join(self.data_axes))
+            mesh = self.over[self.summed_axes]
+            flat = mesh if mesh.ndim == 1 else mesh._flatten("_".join(self.summed_axes))
             if ways is not None and ways < flat.size():
                 assert flat.mesh_dim_names is not None
                 name = flat.mesh_dim_names[0]
@@ -133,7 +133,7 @@ def spread_over(param: Param, place: Place, ways: int | None = None) -> tuple[De
 def is_plain(held: Held, axes: tuple[str, ...]) -> bool:
     """Whether DTensor's own placements over ``axes`` say which rows each rank holds, on every rank."""
     home = dict.fromkeys(held.mesh.names, 0)
-    points = _points(held.mesh, (*axes, *(held.mesh.data_axes if held.chunk else ())))
+    points = _points(held.mesh, (*axes, *(held.mesh.summed_axes if held.chunk else ())))
     return all(boxes(held, home | at) == _placed(held, axes, home | at) for at in points)
 
 
@@ -167,7 +167,7 @@ def wrap(local: Tensor, param: Param, place: Place) -> Tensor:
     """
     held = held_of(param, place.mesh)
     spread = {a for a, _ in held.layout.shards()}
-    assert not any(place.mesh.is_data(a) and place.mesh.size(a) > 1 for a in spread), param.name
+    assert not any(place.mesh.is_summed(a) and place.mesh.size(a) > 1 for a in spread), param.name
     is_parameter = param.kind == "parameter"
     if param.chunk is not None:
         out = on_mesh(local, param, *spread_over(param, place, param.chunk.ways))

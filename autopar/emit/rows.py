@@ -3,20 +3,17 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, product
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from autopar.ir.layout import Layout, Shard, chunk_sizes
+from autopar.ir.layout import Layout, chunk_sizes
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Chunk, Spec
+from autopar.ir.runs import Run, runs_of
 from autopar.runtime._functional import gathered
 from autopar.runtime.axis import Axis
-
-Run = tuple[int, int]  # first index, length
 
 
 @dataclass(frozen=True)
@@ -53,13 +50,13 @@ class Held:
     @property
     def shards(self) -> tuple[str, ...]:
         """The axes that shard the tensor and have more than one rank, in mesh order."""
-        over = {a for a, _ in self.layout.shards()} | set(self.mesh.data_axes if self.chunk else ())
+        over = {a for a, _ in self.layout.shards()} | set(self.mesh.summed_axes if self.chunk else ())
         return tuple(a for a in self.mesh.names if a in over and self.mesh.size(a) > 1)
 
     @property
     def copies(self) -> int:
         """How many ranks along ``shards`` hold the same part."""
-        return self.mesh.data_size // self.chunk.ways if self.chunk else 1
+        return self.mesh.summed_size // self.chunk.ways if self.chunk else 1
 
     def rows(self, at: Mapping[str, int]) -> tuple[tuple[Run, ...], ...]:
         """For each dim, the runs that the rank at ``at`` holds, in the order of its local tensor."""
@@ -78,9 +75,9 @@ class Held:
 
 
 def data_index(mesh: Mesh, at: Mapping[str, int]) -> int:
-    """The rank's place over the data axes, row-major in mesh order."""
+    """The rank's place over the axes that gradients are summed over, row-major in mesh order."""
     index = 0
-    for axis in mesh.data_axes:
+    for axis in mesh.summed_axes:
         index = index * mesh.size(axis) + at[axis]
     return index
 
@@ -97,27 +94,7 @@ def _clipped(runs: Iterable[Run], start: int, length: int) -> Iterator[Run]:
 
 def rows(layout: Layout, spec: Spec, mesh: Mesh, at: Mapping[str, int]) -> tuple[tuple[Run, ...], ...]:
     """For each dim of the whole tensor, the runs that the rank at ``at`` holds, in the order of its local tensor."""
-    return tuple(_runs_of(layout, dim, length, mesh, at) for dim, length in enumerate(spec.shape))
-
-
-def _runs_of(layout: Layout, dim: int, length: int, mesh: Mesh, at: Mapping[str, int]) -> tuple[Run, ...]:
-    shards = tuple((s, at[a], mesh.size(a)) for a, s in layout.shards(dim) if mesh.size(a) > 1)
-    return _runs(length, shards) if shards else ((0, length),)
-
-
-@lru_cache(maxsize=4096)
-def _runs(length: int, shards: tuple[tuple[Shard, int, int], ...]) -> tuple[Run, ...]:
-    """Runs of the indices whose digits every shard's coordinate holds; a local tensor keeps the order of the whole."""
-    held = np.ones(length, dtype=bool)
-    for shard, coordinate, ways in shards:
-        offset = 0
-        for p in shard.pieces:
-            digit = np.arange(p.length) // p.inner % p.count
-            first = p.start(coordinate, ways)
-            held[offset : offset + p.length] &= (digit >= first) & (digit < first + p.share(coordinate, ways))
-            offset += p.length
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], held, [False])).astype(np.int8)))
-    return tuple((int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2]))
+    return tuple(runs_of(layout, dim, length, mesh, at) for dim, length in enumerate(spec.shape))
 
 
 def boxes(held: Held, at: Mapping[str, int]) -> tuple[Box, ...]:

@@ -74,7 +74,7 @@ class Model(nn.Module):
         loss.backward()
         total = loss.detach().clone()
         for tensor in [total, *(p.grad for p in self.parameters() if p.grad is not None)]:
-            for axis in DATA_AXES:
+            for axis in SUMMED_AXES:
                 if self.axes[axis].size > 1:
                     tensor.copy_(all_reduce_invariant(tensor, self.axes[axis]))
         return total
@@ -153,7 +153,7 @@ def source(
     lines += [
         f"MESH = {dict(mesh.axes)!r}",
         f"AXES = { ({a: (a,) for a in mesh.names} | {a: mesh.parts(a) for a, _ in mesh.user_axes})!r}",
-        f"DATA_AXES = {mesh.data_axes!r}",
+        f"SUMMED_AXES = {mesh.summed_axes!r}",
         f"LOSS = {losses[0] if losses else 0}  # which output",
         f"INPUTS = [{', '.join(bodies[0][2])}]  # of rank 0",
         "# name: whole shape, dtype, whether it is trained (None: no parameter), further names",

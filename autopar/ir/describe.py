@@ -208,9 +208,12 @@ class Describer:
         out = math.prod(self.shapes(node)[0])
         args = [self.shapes(a)[0] for a in tensor_args(node)]
         if kind == "attention":
-            keys, (*_, width) = args[1][-2], args[0]
+            key = tensor_args(node)[1].meta
+            ring = op_name(node) == "ring_attention"  # reads the keys of all ranks
+            keys, (*_, width) = key.get("global", key["spec"]).shape[-2] if ring else args[1][-2], args[0]
             dense = 2 * keys * (math.prod(args[0]) + out) if width else 0
-            causal = node.kwargs.get("is_causal", node.args[5] if len(node.args) > 5 else False)
+            at = list(inspect.signature(node.target).parameters).index("is_causal")  # type: ignore[arg-type]
+            causal = node.kwargs.get("is_causal", node.args[at] if len(node.args) > at else False)
             return dense // 2 if causal else dense
         if kind == "convolution":
             return 2 * out * math.prod(args[1][1:])
@@ -221,6 +224,7 @@ MATMULS = {
     "linear": "plain", "mm": "plain", "bmm": "plain", "matmul": "plain",
     "addmm": "biased", "baddbmm": "biased",
     "attention": "attention", "attention_with_dropout": "attention",
+    "ring_attention": "attention",
     "convolution": "convolution", "conv1d": "convolution", "conv2d": "convolution", "conv3d": "convolution",
 }  # fmt: skip
 

@@ -2,11 +2,13 @@
 
 A factor of a dim is a digit of its index: index = (outer * count + factor) * inner + rest. Sharding the factor
 over an axis gives each coordinate a contiguous share of ``count``. A plain shard has outer 1; the batch factor of a
-flattened ``B*S`` has inner S; an interleaved or fused projection has outer > 1, or one piece per segment.
+flattened ``B*S`` has inner S; an interleaved or fused projection has outer > 1, or one piece per segment. In zigzag
+order a coordinate holds two runs, the c-th of 2N chunks from the front and the c-th from the back: under a causal mask
+they cost as much on every rank. A local tensor keeps the order of the whole in any case.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.ir.mesh import Mesh
 
@@ -19,26 +21,45 @@ class Piece:
         length: global elements of the segment.
         count: global size of the sharded factor. Canonical where even: the axis size.
         inner: elements of one index of the factor (everything minor to it), global.
-        sizes: share of ``count`` for each coordinate where it is uneven, else None.
+        sizes: share of ``count`` for each coordinate (in zigzag order: each of the 2N chunks) where it is uneven, else
+            None.
+        zigzag: whether the coordinate c of N holds the chunks c and 2N-1-c.
     """
 
     length: int
     count: int
     inner: int
     sizes: tuple[int, ...] | None = None
+    zigzag: bool = False
 
     @property
     def outer(self) -> int:
         """Repeats of the factor in the segment."""
         return self.length // (self.count * self.inner)
 
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """How many of ``count`` each run has, in order: one for each coordinate, or two in zigzag order."""
+        return self.sizes or (1,) * self.count
+
+    def runs(self, coordinate: int, ways: int) -> tuple[tuple[int, int], ...]:
+        """(first index of the factor, how many) of each run that the coordinate holds, in order."""
+        many = 2 * ways if self.zigzag else ways
+        chunks = self.sizes or (self.count // many,) * many
+        mine = (coordinate, 2 * ways - 1 - coordinate) if self.zigzag else (coordinate,)
+        return tuple((sum(chunks[:c]), chunks[c]) for c in mine)
+
     def share(self, coordinate: int, ways: int) -> int:
         """How many of ``count`` the coordinate holds."""
-        return self.sizes[coordinate] if self.sizes else self.count // ways
+        return sum(n for _, n in self.runs(coordinate, ways))
 
     def start(self, coordinate: int, ways: int) -> int:
         """The first index of the factor that the coordinate holds."""
-        return sum(self.sizes[:coordinate]) if self.sizes else coordinate * (self.count // ways)
+        return self.runs(coordinate, ways)[0][0]
+
+    def over(self, length: int, inner: int) -> "Piece":
+        """The same factor of another dim: with this length, and this many elements of one index."""
+        return replace(self, length=length, inner=inner)
 
 
 def piece(length: int, count: int, inner: int, ways: int, sizes: tuple[int, ...] | None = None) -> Piece:
@@ -101,12 +122,18 @@ class Shard:
     @property
     def plain(self) -> bool:
         """Whether each coordinate holds one contiguous run, in order."""
-        return len(self.pieces) == 1 and self.pieces[0].outer == 1
+        return len(self.pieces) == 1 and self.pieces[0].outer == 1 and not self.zigzag
+
+    @property
+    def zigzag(self) -> bool:
+        """Whether each coordinate holds a chunk from the front and one from the back."""
+        return any(p.zigzag for p in self.pieces)
 
     def __str__(self) -> str:
         if self.plain:
             return f"S({self.dim})"
-        return f"S({self.dim}:{'|'.join(f'{p.outer}x{p.count}x{p.inner}' for p in self.pieces)})"
+        pieces = (f"{p.outer}x{p.count}x{p.inner}{'z' if p.zigzag else ''}" for p in self.pieces)
+        return f"S({self.dim}:{'|'.join(pieces)})"
 
 
 Type = Invariant | Replicated | Partial | Shard
@@ -124,6 +151,17 @@ def plain_shard(dim: int, length: int, ways: int) -> Shard | None:
     if min(sizes) == 0:
         sizes = tuple(length // ways + (c < length % ways) for c in range(ways))
     return Shard(dim, (piece(length, length, 1, ways, sizes),))
+
+
+def zigzag_shard(dim: int, length: int, ways: int) -> Shard | None:
+    """Shard dim ``dim`` in 2N chunks, the first and the last to coordinate 0, and so on; None if one would be empty."""
+    many = 2 * ways
+    if length < many:
+        return None
+    if length % many == 0:
+        return Shard(dim, (Piece(length, many, length // many, zigzag=True),))
+    sizes = tuple(length // many + (c < length % many) for c in range(many))
+    return Shard(dim, (Piece(length, length, 1, sizes, zigzag=True),))
 
 
 @dataclass(frozen=True)
@@ -204,7 +242,7 @@ def overlap(a: Shard, b: Shard) -> bool:
         return False
     few, many = sorted((a.pieces, b.pieces), key=len)
     if len(few) == 1:  # its digit must lie within every segment
-        few = tuple(Piece(p.length, few[0].count, few[0].inner, few[0].sizes) for p in many)
+        few = tuple(few[0].over(p.length, few[0].inner) for p in many)
     if [p.length for p in few] != [p.length for p in many]:
         return True
     return any(x.length % (x.count * x.inner) or _same_digit(x, y) for x, y in zip(few, many))

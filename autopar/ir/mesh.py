@@ -10,6 +10,7 @@ from autopar.errors import AutoparError
 
 KNOWN_AXES = ("pp", "dp", "ep", "cp", "tp")
 DATA_AXES = ("dp", "ep")
+SUMMED_AXES = (*DATA_AXES, "cp")
 TIME = "mb"
 
 
@@ -87,6 +88,20 @@ class Mesh:
     def data_size(self) -> int:
         """Number of ranks that hold different rows."""
         return math.prod(self.size(a) for a in self.data_axes)
+
+    def is_summed(self, axis: str) -> bool:
+        """Whether the loss is a P over the axis and whole parameters are R: the engine alone sums their gradients."""
+        return self.base(axis) in (*SUMMED_AXES, TIME)
+
+    @property
+    def summed_axes(self) -> tuple[str, ...]:
+        """The axes over which the engine sums gradients, in mesh order: those of data, and context."""
+        return tuple(a for a in self.names if self.is_summed(a))
+
+    @property
+    def summed_size(self) -> int:
+        """Number of ranks over which the engine sums gradients."""
+        return math.prod(self.size(a) for a in self.summed_axes)
 
     def split(self, axis: str, major: int) -> "Mesh":
         """The mesh with ``axis`` as two sub-axes, ``axis0`` of size ``major`` and ``axis1`` of the rest."""

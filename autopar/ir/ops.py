@@ -4,6 +4,7 @@ A Program calls them with ``call_function``. Passes replace them by runtime func
 executed as they stand, which is what the verifier compares with.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     key: int = 0,
+    fill: float | None = None,
 ) -> Tensor:
     """softmax(q kᵀ · scale + mask) v over the last two dims.
 
@@ -40,10 +42,57 @@ def attention(
         dropout: probability at which an entry of the softmax is zeroed; ``key`` tells the graph's draws apart.
         is_causal: query i sees keys j <= i.
         scale: 1/sqrt(D) where None.
+        fill: of attention that was written out: the score of what a bool mask hides, so that a query that sees nothing
+            gets an average of values as it was written; None leaves such queries 0, as PyTorch's kernels do.
     """
+    if fill is not None:
+        return written_attention(q, k, v, mask, dropout, is_causal, scale, fill)
     return F.scaled_dot_product_attention(
         q, k, v, mask, dropout_p=dropout, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
+
+
+def written_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float | None,
+    fill: float,
+) -> Tensor:
+    """Attention step by step, with every score in memory; arguments as in ``attention``."""
+    scores = hidden_scores(q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale), mask, fill)
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -math.inf)
+    return F.dropout(scores.softmax(-1), dropout) @ v
+
+
+def hidden_scores(scores: Tensor, mask: Tensor | None, fill: float | None) -> Tensor:
+    """Scores with a mask: bool (False: ``fill``, or minus infinity where None) or added."""
+    if mask is None:
+        return scores
+    if mask.dtype != torch.bool:
+        return scores + mask
+    return scores.masked_fill(~mask, -math.inf if fill is None else fill)
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    key: int = 0,
+    fill: float | None = None,
+    axis: str = "",
+) -> Tensor:
+    """``attention`` whose queries and keys may be sharded on ``axis`` along the sequence: keys and values go around."""
+    return attention(q, k, v, mask, dropout, is_causal, scale, enable_gqa, key, fill)
 
 
 def token_loss(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
@@ -58,4 +107,5 @@ def token_loss(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
 FACTORIES = (torch.ops.aten.full.default, torch.ops.aten.arange.start_step)
 """Ops that make a tensor of numbers. They name no device in a Program: whoever runs it says where."""
 
-IR_OPS = (convert, dropout, attention, token_loss)
+IR_OPS = (convert, dropout, attention, ring_attention, token_loss)
+ATTENTION = (attention, ring_attention)

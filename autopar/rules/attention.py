@@ -1,11 +1,14 @@
-"""The relation of attention: batch, heads (grouped or not) and, without a causal mask, query positions."""
+"""The relation of attention: batch, heads (grouped or not) and, without a causal mask, query positions.
+
+Ring attention also takes queries and keys sharded on positions, and no part of them otherwise.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.ir.layout import P, Piece, R, Shard, Type
+from autopar.ir.layout import P, Piece, R, Shard, Type, plain_shard, zigzag_shard
 from autopar.rules.arguments import arguments, shape_of
 from autopar.rules.relation import Assignment, Dims, Labels
 
@@ -40,7 +43,7 @@ class Attention:
 
     def _queries(self, shard: Shard) -> Piece | None:
         p, repeats = shard.pieces[0], self.heads // self.groups
-        return Piece(self.heads, p.count, p.inner * repeats, p.sizes) if len(shard.pieces) == 1 else None
+        return p.over(self.heads, p.inner * repeats) if len(shard.pieces) == 1 else None
 
     def _type(self, dims: Dims, query: Piece) -> Type | None:
         repeats = self.heads // self.groups
@@ -49,13 +52,59 @@ class Attention:
         if "g" not in dims:
             return R
         if query.inner % repeats == 0:
-            return Shard(dims.index("g"), (Piece(self.groups, query.count, query.inner // repeats, query.sizes),))
+            return Shard(dims.index("g"), (query.over(self.groups, query.inner // repeats),))
         return R if repeats % (query.inner * query.count) == 0 and query.sizes is None else None
 
     def partials(self) -> Iterator[Assignment]:
         """See Relation."""
         if self.value_linear:
             yield Assignment(tuple(P if i == 2 else R for i in range(len(self.labels.inputs))), (P,))
+
+
+@dataclass(frozen=True)
+class Ring(Attention):
+    """Attention whose queries and keys are both sharded on positions; the mask keeps every key of the own queries.
+
+    ``lengths``: of queries and of keys. Where they differ keys are cut in the same order as queries.
+    """
+
+    lengths: tuple[int, int]
+
+    def transfer(self, port: int, shard: Shard) -> Assignment | None:
+        """See Relation."""
+        dims = (*self.labels.inputs, *self.labels.outputs)[port]
+        name = dims[shard.dim]
+        if name not in ("s", "t"):
+            return super().transfer(port, shard)
+        if (port == 3 and name == "t") or len(shard.pieces) > 1 or shard.pieces[0].outer > 1:
+            return None
+        pieces = {name: shard.pieces[0], ("t" if name == "s" else "s"): self._other(name, shard.pieces[0])}
+        if None in pieces.values():
+            return None
+
+        def of(at: int, dims: Dims) -> Type:
+            mine = "t" if at in (1, 2) else "s"
+            found = pieces[mine]
+            assert found is not None
+            return Shard(dims.index(mine), (found,)) if mine in dims else R
+
+        ins = tuple(of(i, d) for i, d in enumerate(self.labels.inputs))
+        return Assignment(ins, (of(len(ins), self.labels.outputs[0]),))
+
+    def _other(self, name: str, mine: Piece) -> Piece | None:
+        here, there = self.lengths if name == "s" else self.lengths[::-1]
+        if here == there:
+            return mine
+        ways = (len(mine.sizes) if mine.sizes else mine.count) // (2 if mine.zigzag else 1)
+        other = (zigzag_shard if mine.zigzag else plain_shard)(0, there, ways)
+        return other.pieces[0] if other else None
+
+
+def ring_attention(node: fx.Node) -> Ring:
+    """The relation of an ``ops.ring_attention`` node."""
+    base, known = attention(node), arguments(node)
+    lengths = (shape_of(known["q"])[-2], shape_of(known["k"])[-2])
+    return Ring(base.labels, base.heads, base.groups, base.head_dim, base.value_linear, lengths)
 
 
 def attention(node: fx.Node) -> Attention:

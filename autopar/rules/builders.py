@@ -7,7 +7,7 @@ from torch import fx
 from autopar.ir.program import Spec, specs, tensor_args
 from autopar.rules.arguments import arguments, normal_dims, shape_of
 from autopar.rules.notation import labels
-from autopar.rules.relation import Dims, Labels, Relation, Reshape, Segments
+from autopar.rules.relation import Cut, Dims, Labels, Relation, Reshape, Segments
 
 Builder = Callable[[fx.Node], Relation]
 LabelBuilder = Callable[[fx.Node], Labels]
@@ -107,6 +107,17 @@ def window(node: fx.Node) -> Labels:
     return Labels((names,), (names,), frozenset(moved), linear=(frozenset({0}),) if "value" not in known else ())
 
 
+def cut(node: fx.Node) -> Cut | Labels:
+    """slice with step 1: shards of the sliced dim lose what lies outside; with another step it is blocked."""
+    known, others = arguments(node), window(node)
+    source, target = input_shapes(node)[0], output_shapes(node)[0]
+    if known["step"] != 1:
+        return others
+    dim = normal_dims(known["dim"], len(source))[0]
+    start = min(max(known["start"] or 0, 0), source[dim])
+    return Cut(start, start + target[dim], dim, others)
+
+
 def spatial(count: int) -> Builder:
     """Pooling, resampling: the last ``count`` dims are blocked in the input and the outputs, the others pass."""
 
@@ -167,12 +178,13 @@ def index_fill(node: fx.Node) -> Labels:
 
 
 def select(node: fx.Node) -> Labels:
-    """One index of ``dim``."""
+    """One index of ``dim``: where that is sharded, one rank has it and the others a zero."""
     rank = len(input_shapes(node)[0])
     dim = normal_dims(arguments(node)["dim"], rank)[0]
     names = numbered(rank)
     kept = tuple(n for i, n in enumerate(names) if i != dim)
-    return Labels((tuple(names),), (kept,), frozenset({f"d{dim}"}), linear=(frozenset({0}),))
+    blocked = frozenset() if node.meta["spec"].is_float else frozenset({f"d{dim}"})
+    return Labels((tuple(names),), (kept,), blocked, linear=(frozenset({0}),))
 
 
 def permuted(order: Callable[[fx.Node, int], list[int]]) -> Builder:

@@ -1,7 +1,7 @@
 """How an op's arguments change when it runs on shards: literal sizes, counts, offsets, random streams."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -9,12 +9,14 @@ from torch import fx
 
 from autopar.errors import AutoparError
 from autopar.ir import ops
-from autopar.ir.layout import Layout, Shard, local_inner, local_pieces, local_shape
+from autopar.ir.layout import I, Layout, Piece, Shard, local_inner, local_pieces, local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Spec, specs, tensor_args
+from autopar.ir.runs import runs_of
 from autopar.rules.arguments import arguments, normal_dims, with_arguments
 from autopar.rules.table import aten
-from autopar.runtime import collectives, loss, random, shards
+from autopar.runtime import collectives, loss, order, random, shards
+from autopar.runtime.ring import ring_attention
 
 Handle = Callable[[str], fx.Node]
 Segments = tuple[tuple[int, tuple[int, ...], int], ...]
@@ -37,6 +39,12 @@ class Place:
 
 def segments_of(layout: Layout, axis: str, length: int, mesh: Mesh, at: Mapping[str, int]) -> Segments | None:
     """``segments`` of the runtime collectives for the shard on ``axis``; None where plain and even."""
+    out = _segments(layout, axis, length, mesh, at)
+    even = all(len(set(counts)) == 1 for _, counts, _ in out)
+    return None if len(out) == 1 and out[0][0] == 1 and even else out
+
+
+def _segments(layout: Layout, axis: str, length: int, mesh: Mesh, at: Mapping[str, int]) -> Segments:
     shard = layout[axis]
     assert isinstance(shard, Shard)
     others = Layout(tuple((a, t) for a, t in layout.types if a != axis))
@@ -46,27 +54,17 @@ def segments_of(layout: Layout, axis: str, length: int, mesh: Mesh, at: Mapping[
     out = []
     for k, p in enumerate(shard.pieces):
         inner = local_inner(layout, axis, k, mesh, at)
-        counts = p.sizes or (p.count // mesh.size(axis),) * mesh.size(axis)
+        counts = tuple(p.share(c, mesh.size(axis)) for c in range(mesh.size(axis)))
         out.append((whole[k] // (p.count * inner), counts, inner))
-    if len(out) == 1 and out[0][0] == 1 and shard.even:
-        return None
     return tuple(out)
 
 
 def run_start(layout: Layout, dim: int, length: int, mesh: Mesh, at: Mapping[str, int]) -> int:
     """Global index of the first local element of a dim held as one contiguous run."""
-    start, inner_of_all = 0, length
-    if not list(layout.shards(dim)):
-        return 0
-    for axis, shard in layout.shards(dim):
-        p = shard.pieces[0]
-        if len(shard.pieces) > 1:
-            raise AutoparError("scattered-run", f"dim {dim} of {length} is held in several runs", None)
-        start += p.start(at[axis], mesh.size(axis)) * p.inner
-        inner_of_all = inner_of_all // p.count * p.share(at[axis], mesh.size(axis))
-    if min(s.pieces[0].inner * s.pieces[0].share(at[a], mesh.size(a)) for a, s in layout.shards(dim)) != inner_of_all:
+    runs = runs_of(layout, dim, length, mesh, at)
+    if len(runs) != 1:
         raise AutoparError("scattered-run", f"dim {dim} of {length} is held in several runs", None)
-    return start
+    return runs[0][0]
 
 
 def localize_node(node: fx.Node, place: Place) -> None:
@@ -80,6 +78,9 @@ def localize_node(node: fx.Node, place: Place) -> None:
 def convert(node: fx.Node, place: Place) -> None:
     """A conversion becomes the runtime collective of its row."""
     x, axis, src, dst = node.args
+    if any(isinstance(t, Shard) and t.zigzag for t in (src, dst)):
+        zigzag(node, place)
+        return
     spec, have = node.meta["spec"], place.inputs[0]
     handle = place.handle(axis)  # type: ignore[arg-type]
 
@@ -100,6 +101,61 @@ def convert(node: fx.Node, place: Place) -> None:
     node.target = ROWS[type(src).__name__[0] + type(dst).__name__[0]]
     shard, layout = (src, have) if isinstance(src, Shard) else (dst, after)
     node.args = (x, *cut(layout, shard)) if isinstance(shard, Shard) else (x, handle)
+
+
+def zigzag(node: fx.Node, place: Place) -> None:
+    """A conversion from or to zigzag order: the collective of plain runs, and the chunks put in the other order.
+
+    What leaves a shard is put in the order of the whole behind the collective, what becomes one before it.
+    """
+    x, axis, src, dst = node.args
+    assert isinstance(axis, str) and isinstance(x, fx.Node)
+    if isinstance(src, Shard) and isinstance(dst, Shard) and src.dim == dst.dim:
+        whole = _before(node, ops.convert, (x, axis, src, I), place.inputs[0].having(axis, I))
+        convert(whole, replace(place, outputs=layouts_of(whole)))
+        node.args = (whole, axis, I, dst)
+        convert(node, replace(place, inputs=layouts_of(whole)))
+        return
+    have = place.inputs[0]
+    if isinstance(dst, Shard) and dst.zigzag:
+        args = (x, *_chunks(dst, have.having(axis, dst), axis, node.meta["spec"], place))
+        x = _before(node, order.by_rank, args, have)
+    if isinstance(src, Shard) and src.zigzag:
+        moved = _before(node, ops.convert, (x, axis, _plain(src), _plain(dst)), have.having(axis, dst))
+        convert(moved, replace(place, inputs=(have.having(axis, _plain(src)),)))
+        node.args = (moved, *_chunks(src, have, axis, node.meta["spec"], place))
+        node.target, node.kwargs = order.as_whole, {}
+        return
+    node.args = (x, axis, src, _plain(dst))
+    convert(node, place)
+
+
+def _plain(kind: Any) -> Any:
+    """The type of what is held once the chunks lie in the order of ranks."""
+    if not isinstance(kind, Shard) or not kind.zigzag:
+        return kind
+    p = kind.pieces[0]
+    ways = len(p.chunks) // 2
+    shares = tuple(sum(n for _, n in p.runs(c, ways)) for c in range(ways))
+    return Shard(kind.dim, (Piece(p.length, p.count, p.inner, shares),))
+
+
+def _chunks(shard: Shard, layout: Layout, axis: str, spec: Spec, place: Place) -> tuple[Any, ...]:
+    """Arguments of ``runtime.order``: dim, repeats of the factor, its chunks, local elements of one index."""
+    (segment,) = _segments(layout, axis, spec.shape[shard.dim], place.mesh, place.at)
+    return shard.dim, segment[0], shard.pieces[0].chunks, segment[2]
+
+
+def _before(node: fx.Node, target: Any, args: tuple[Any, ...], layout: Layout) -> fx.Node:
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(target, args)
+    new.meta = {**node.meta, "layout": layout}
+    return new
+
+
+def layouts_of(node: fx.Node) -> tuple[Layout, ...]:
+    """The layout of the one value that a node makes."""
+    return (node.meta["layout"],)
 
 
 ROWS: dict[str, Callable[..., Any]] = {
@@ -203,11 +259,67 @@ def _attention(node: fx.Node, place: Place) -> None:
     node.target, node.kwargs = random.attention_with_dropout, {}
     node.args = (
         known["q"], known["k"], known["v"], known["mask"], known["dropout"], known["is_causal"], known["scale"],
-        known["enable_gqa"], known["key"], _sharing(place), place.handle("rng"),
+        known["enable_gqa"], known["key"], _sharing(place), place.handle("rng"), known["fill"],
     )  # fmt: skip
 
 
+def _ring(node: fx.Node, place: Place) -> None:
+    """Positions of this rank's queries and of every coordinate's keys, as runs."""
+    known = arguments(node)
+    axis, (q, k) = known["axis"], (known[n].meta["spec"].shape for n in ("q", "k"))
+    over = {a for x, s in zip(place.inputs, (q, k)) for a, _ in x.shards(len(s) - 2)}
+    if not over:
+        node.target, node.kwargs = ops.attention, {n: v for n, v in node.kwargs.items() if n != "axis"}
+        node.args = node.args[:10]
+        _attention(node, place)
+        return
+    if over != {axis}:
+        axes = ", ".join(sorted(over))
+        what = f"{node.meta.get('module', '')}: attention has positions sharded over {axes}, its ring runs over {axis}"
+        raise AutoparError("ring-axes", what, "leave sequence_parallel off together with context parallelism")
+    keys = tuple(
+        runs_of(place.inputs[1], len(k) - 2, k[-2], place.mesh, {**place.at, axis: c})
+        for c in range(place.mesh.size(axis))
+    )
+    queries = runs_of(place.inputs[0], len(q) - 2, q[-2], place.mesh, place.at)
+    node.target, node.kwargs = ring_attention, {}
+    node.args = (
+        known["q"], known["k"], known["v"], known["mask"], known["is_causal"], known["scale"], known["fill"],
+        queries, keys, place.handle(axis),
+    )  # fmt: skip
+
+
+def _select(node: fx.Node, place: Place) -> None:
+    known, shape = arguments(node), tensor_args(node)[0].meta["spec"].shape
+    dim = known["dim"] % len(shape)
+    if not list(place.inputs[0].shards(dim)):
+        return
+    wanted, at, found = known["index"] % shape[dim], 0, None
+    for start, length in runs_of(place.inputs[0], dim, shape[dim], place.mesh, place.at):
+        if start <= wanted < start + length:
+            found = at + wanted - start
+        at += length
+    node.target, node.kwargs = shards.selected, {}
+    node.args = (known["self"], dim, found)
+
+
+def _slice(node: fx.Node, place: Place) -> None:
+    """Of a sharded dim: what of the rank's runs lies inside, which is one run of its local tensor."""
+    known, shape = arguments(node), tensor_args(node)[0].meta["spec"].shape
+    dim = known["dim"] % len(shape)
+    if not list(place.inputs[0].shards(dim)):
+        return
+    runs = runs_of(place.inputs[0], dim, shape[dim], place.mesh, place.at)
+    first = known["start"] or 0
+    start = sum(max(0, min(first - s, n)) for s, n in runs)
+    length = place.shape(node.meta["spec"], place.outputs[0])[dim]
+    with_arguments(node, dim=dim, start=start, end=start + length)
+
+
 LOCAL: dict[Any, Callable[[fx.Node, Place], None]] = {
+    aten.select.int: _select,
+    aten.slice.Tensor: _slice,
+    ops.ring_attention: _ring,
     aten.reshape.default: _output_size("shape"),
     aten.view.default: _output_size("size"),
     aten.expand.default: _output_size("size"),

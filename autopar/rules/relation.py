@@ -141,13 +141,50 @@ class Reshape:
         for d in theirs:
             minor = prod(there[e] for e in theirs if e > d)
             if there[d] > 1 and stride % minor == 0 and (minor * there[d]) % (stride * p.count) == 0:
-                return Shard(d, (Piece(there[d], p.count, stride // minor, p.sizes),))
+                return Shard(d, (p.over(there[d], stride // minor),))
         return None
 
     def partials(self) -> Iterator[Assignment]:
         """See Relation."""
         if self.linear:
             yield Assignment((P,), (P,))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A slice ``start`` to ``end`` of one dim: every run of a shard loses what lies outside, and none may vanish.
+
+    The other dims pass; so does a sum.
+    """
+
+    start: int
+    end: int
+    dim: int
+    others: Labels
+
+    def transfer(self, port: int, shard: Shard) -> Assignment | None:
+        """See Relation."""
+        if shard.dim != self.dim:
+            return self.others.transfer(port, shard)
+        p = shard.pieces[0]
+        if port or len(shard.pieces) > 1 or p.outer > 1:
+            return None
+        at, left = 0, list[int]()
+        for n in p.chunks:
+            left.append(max(0, min(at + n * p.inner, self.end) - max(at, self.start)))
+            at += n * p.inner
+        if not all(left):
+            return None
+        length = self.end - self.start
+        even = len(set(left)) == 1
+        made = Piece(length, length, 1, tuple(left), p.zigzag)
+        if even:
+            made = Piece(length, len(left), left[0], zigzag=p.zigzag)
+        return Assignment((shard,), (Shard(self.dim, (made,)),))
+
+    def partials(self) -> Iterator[Assignment]:
+        """See Relation."""
+        return self.others.partials()
 
 
 def _move_segments(shard: Shard, after: int, there: tuple[int, ...], theirs: list[int]) -> Shard | None:
@@ -160,7 +197,7 @@ def _move_segments(shard: Shard, after: int, there: tuple[int, ...], theirs: lis
     for p in shard.pieces:
         if (p.length * after) % minor or (p.inner * after) % minor:
             return None
-        pieces.append(Piece(p.length * after // minor, p.count, p.inner * after // minor, p.sizes))
+        pieces.append(p.over(p.length * after // minor, p.inner * after // minor))
     return Shard(d, tuple(pieces))
 
 
@@ -210,9 +247,9 @@ class Segments:
                 take = min(length, p.length)
                 if take % (p.count * p.inner):
                     return None
-                mine.append(Piece(take, p.count, p.inner, p.sizes))
+                mine.append(p.over(take, p.inner))
                 if take < p.length:
-                    rest.insert(0, Piece(p.length - take, p.count, p.inner, p.sizes))
+                    rest.insert(0, p.over(p.length - take, p.inner))
                 length -= take
             out.append(join(mine))
         return out
@@ -228,7 +265,7 @@ class Segments:
             inner = p.inner * length // p.length
             if inner == 0:
                 return None
-            out.append((Piece(length, p.count, inner, p.sizes),))
+            out.append((p.over(length, inner),))
         return out
 
     def partials(self) -> Iterator[Assignment]:
@@ -240,8 +277,8 @@ def join(pieces: Iterator[Piece] | list[Piece]) -> tuple[Piece, ...]:
     """Neighbouring pieces with the same factor become one, so that equal shards compare equal."""
     out: list[Piece] = []
     for p in pieces:
-        if out and (out[-1].count, out[-1].inner, out[-1].sizes) == (p.count, p.inner, p.sizes):
-            p = Piece(out.pop().length + p.length, p.count, p.inner, p.sizes)
+        if out and out[-1].over(0, p.inner) == p.over(0, p.inner) and out[-1].inner == p.inner:
+            p = p.over(out.pop().length + p.length, p.inner)
         out.append(p)
     return tuple(out)
 

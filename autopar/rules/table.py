@@ -11,7 +11,7 @@ from torch import fx
 
 from autopar.ir import ops
 from autopar.rules import builders as b
-from autopar.rules.attention import attention
+from autopar.rules.attention import attention, ring_attention
 from autopar.rules.builders import Builder, along, permuted, pointwise, reduction, rule
 from autopar.rules.relation import Labels, Opaque, Relation
 
@@ -35,6 +35,7 @@ TABLE: dict[Any, Builder] = {
     aten.embedding.default: b.embedding,
     ops.token_loss: rule("n.. v, n.. -> n.."),
     ops.attention: attention,
+    ops.ring_attention: ring_attention,
     # sums
     aten.sum.default: reduction(True),
     aten.sum.dim_IntList: reduction(True),
@@ -133,7 +134,7 @@ TABLE: dict[Any, Builder] = {
     aten.stack.default: b.stack,
     aten.unfold.default: b.unfold,
     aten.diagonal.default: b.diagonal,
-    aten.slice.Tensor: b.window,
+    aten.slice.Tensor: b.cut,
     aten.select.int: b.select,
     aten.pad.default: b.window,
     aten.constant_pad_nd.default: b.window,

@@ -41,6 +41,17 @@ def exchanged(x: Tensor, axis: Axis, receive: list[int], send: list[int]) -> Ten
     return _from_wire(_wait(_ops.all_to_all_single(_to_wire(x), receive, send, axis.group)), x.dtype)
 
 
+def departed(x: Tensor, axis: Axis, receive: list[int], send: list[int]) -> Tensor:
+    """``exchanged`` on the way: a floating tensor to be read through ``arrived``, while ``x`` is kept."""
+    out: Tensor = _ops.all_to_all_single(x.contiguous(), receive, send, axis.group)
+    return out
+
+
+def arrived(x: Tensor) -> Tensor:
+    """What ``departed`` started, once it is here."""
+    return _wait(x)
+
+
 def _wait(x: Tensor) -> Tensor:
     out: Tensor = _ops.wait_tensor(x)
     return out

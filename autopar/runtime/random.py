@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.errors import AutoparError
+from autopar.ir.ops import hidden_scores
 from autopar.runtime.axis import Axis
 
 
@@ -108,6 +109,7 @@ def attention_with_dropout(
     key: str | int,
     shares: tuple[Axis, ...],
     rng: Rng,
+    fill: float | None = None,
 ) -> Tensor:
     """``scaled_dot_product_attention`` with the dropout of its probabilities drawn as ``dropout`` draws it.
 
@@ -115,11 +117,12 @@ def attention_with_dropout(
         q, k, v: [..., heads, length, width]; with ``enable_gqa`` k and v may have fewer heads.
         mask: bool (true: attend) or added to the scores; a query that attends to nothing gets 0.
         scale: of the scores; None is 1/sqrt(width).
+        fill: the score of what a bool mask hides; None is minus infinity.
 
     Returns:
         [..., heads, length, width of v] in q's dtype; half precision is computed in float32.
     """
-    if p == 0.0:
+    if p == 0.0 and fill is None:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -131,7 +134,6 @@ def attention_with_dropout(
     if is_causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(future, -torch.inf)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    scores = hidden_scores(scores, mask, fill)
     probabilities = torch.ops.aten._safe_softmax(scores, -1)
     return (dropout(probabilities, p, key, shares, rng) @ v.to(wide)).to(q.dtype)

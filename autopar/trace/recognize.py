@@ -59,7 +59,16 @@ def _alike(value: Any, made: dict[fx.Node, Any]) -> Any:
 
 def mask_kind(mask: fx.Node) -> str:
     """What the mask is: "causal", "full" or "" for anything else."""
-    seen, shown = seen_where(mask)
+    return _kind(mask, *seen_where(mask))
+
+
+def seen_kind(mask: fx.Node, hidden: bool) -> str:
+    """``mask_kind`` of a bool mask that says what is seen, or what is ``hidden``."""
+    seen = conditions(mask)
+    return _kind(mask, _opposite(seen) if hidden else seen, not hidden)
+
+
+def _kind(mask: fx.Node, seen: list[Affine] | None, shown: Any) -> str:
     size = shape_of(mask)
     if seen is None or len(size) < 2:
         return ""

@@ -9,6 +9,7 @@ from autopar.ir import edit
 from autopar.ir.program import Spec
 from autopar.trace.builder import element_of
 from autopar.trace.recognize import recognize_masks
+from autopar.trace.recognize_attention import recognize_attention
 
 aten = torch.ops.aten
 
@@ -18,6 +19,7 @@ def simplify(graph: fx.Graph) -> None:
     drop_idle_detach(graph)
     edit.merge_equal(graph, scope=lambda n: n.meta.get("call"))
     slices_to_split(graph)
+    recognize_attention(graph)
     recognize_masks(graph)
     edit.drop_dead(graph)
 

@@ -31,7 +31,9 @@ def check_engine(program: Program, after: str = "") -> None:
 
 def _faults(program: Program, engine: Engine) -> Iterator[str]:
     held = Counter(name for group in engine.groups for name in group.names)
-    model = [a for a, n in program.mesh.axes if n > 1 and not program.mesh.is_data(a) and program.mesh.base(a) != "pp"]
+    model = [
+        a for a, n in program.mesh.axes if n > 1 and not program.mesh.is_summed(a) and program.mesh.base(a) != "pp"
+    ]
     must = bool(engine.axes) and (engine.stage > 0 or len(model) <= 2)
     for name, param in program.params.items():
         wanted = 1 if must and can_manage(param) else 0

@@ -131,15 +131,15 @@ def _check_outputs(program: Program, after: str) -> None:
         if not isinstance(arg, fx.Node):
             continue
         for axis, kind in layout_of(arg).types:
-            data = program.mesh.is_data(axis)
-            want = P if entry.kind == "loss" and data else rows_of(program, axis, entry.batch_dim)
+            summed = program.mesh.is_summed(axis)
+            want = P if entry.kind == "loss" and summed else rows_of(program, axis, entry.batch_dim)
             if not equal(kind, want, arg):
                 why = f"output {entry.name} is {kind} on {axis}, not {want}"
                 raise fault("output-layout", program.graph, out, why, "", after)
 
 
 def check_params(program: Program, after: str = "") -> None:
-    """On data axes a trainable parameter is R, elsewhere I; or sharded. The rest is I, or sharded.
+    """Where the engine sums gradients a trainable parameter is R, elsewhere I; or sharded. The rest is I, or sharded.
 
     Raises AutoparError ``param-layout``, also where the graph takes a parameter otherwise than the table says.
     """
@@ -149,7 +149,7 @@ def check_params(program: Program, after: str = "") -> None:
         param = program.params[node.meta["param"]]
         held = param.layout or Layout()
         for axis, kind in layout_of(node).types:
-            want = R if program.mesh.is_data(axis) else I
+            want = R if program.mesh.is_summed(axis) else I
             fine = isinstance(kind, Shard) or equal(kind, want, node)
             if not fine or not equal(kind, held.get(axis), node):
                 why = f"{param.name} is {kind} on {axis}, held as {held.get(axis)}; whole it would be {want}"

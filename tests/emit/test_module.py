@@ -18,7 +18,7 @@ from autopar.runtime.random import Streams
 from autopar.runtime.simulate import device_mesh, run_ranks
 from tests.emit.tiny import batch, mine, parallel, tiny
 
-MESHES = ["tp=1", "tp=2", "dp=2,tp=1", "dp=2,tp=2", "tp=2,dp=2", "ep=2,dp=2,tp=1", "dp=2,tp=4/2", "cp=2,dp=2,tp=4/2"]
+MESHES = ["tp=1", "tp=2", "dp=2,tp=1", "dp=2,tp=2", "tp=2,dp=2", "ep=2,dp=2,tp=1", "dp=2,tp=4/2", "pp=2,dp=2,tp=4/2"]
 
 
 def on_ranks(text: str, body: Callable[[ParallelModule, Place], Any]) -> list[Any]:

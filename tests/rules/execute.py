@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopar.ir import ops
 from autopar.ir.layout import I, Layout, P, R, Shard, Type
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Spec, copy_graph
@@ -14,7 +15,9 @@ from autopar.rules.local import Place, localize_node
 from autopar.rules.relation import Assignment
 from autopar.rules.strategies import strategies
 from autopar.runtime.axis import Axis
+from autopar.runtime.loss import token_loss
 from autopar.runtime.random import Rng
+from autopar.runtime.ring import ring_attention
 from autopar.runtime.simulate import run_ranks
 from autopar.trace.gradients import mark_differentiable
 from tests.rules.shards import cut, shards, whole
@@ -90,12 +93,13 @@ def check(op: Op, a: Assignment, ways: int, seed: int = 0) -> None:
 
     def rank(c: int) -> tuple[list[Tensor], list[Tensor | None]]:
         node = localized(op, a, ways, c)
-        collective = str(node.target.__module__).endswith("runtime.loss") and "token_loss" in node.target.__name__
+        collective = node.target in (token_loss, ring_attention)
         axis = axis_of(ways) if collective else Axis("tp", ways, c, "none")
         values = {"tp": axis, "rng": Rng(torch.tensor(seed))}
         return _backward(node, [i[c] for i in inputs], values, [g[c] for g in grads])
 
     inside = any(isinstance(t, Shard) for t in a.inputs) and all(t == I for t in a.outputs)
+    inside = inside or op.node.target is ops.ring_attention
     made = run_ranks(ways, rank) if inside else [rank(c) for c in range(ways)]
     for i, (kind, want) in enumerate(zip(a.outputs, op.results)):
         have = whole([outs[i] for outs, _ in made], kind, want.shape)

@@ -113,6 +113,15 @@ def _attention(r: Random) -> list[Call]:
     ]  # fmt: skip
 
 
+def _rings(r: Random) -> list[Call]:
+    """Longer sequences, so that every coordinate has two chunks; other key lengths; masks by row and written out."""
+    q, k, v = r(2, 4, 12, 2), r(2, 2, 12, 2), r(2, 2, 12, 3)
+    return [
+        a(q, k, v, is_causal=True, enable_gqa=True), a(q, r(2, 4, 9, 2), r(2, 4, 9, 3), r(2, 1, 12, 9)),
+        a(r(2, 2, 12, 2), k, v, r.bools(2, 1, 12, 12), fill=-2.0), a(r(2, 2, 12, 2), k, v, r(12, 12), fill=0.0),
+    ]  # fmt: skip
+
+
 def _gather(r: Random) -> list[Call]:
     return [a(r(6, 12), 1, r.ints(12, 6, 4)), a(r(6, 12), 0, r.ints(6, 4, 12)), a(r(6, 12), 1, r.ints(12, 6, 12))]
 
@@ -217,6 +226,7 @@ MAKE: dict[Any, Make] = {
     aten.embedding.default: _embedding,
     ops.token_loss: _loss,
     ops.attention: _attention,
+    ops.ring_attention: lambda r: [(args, {**kwargs, "axis": "tp"}) for args, kwargs in [*_attention(r), *_rings(r)]],
     aten.sum.default: lambda r: [*_full(r), a(r.ints(5, 6, 12)), a(r.bools(6))],
     aten.sum.dim_IntList: _many,
     aten.mean.default: _full,

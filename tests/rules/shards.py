@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from autopar.ir.layout import Layout, P, Piece, Shard, Type, piece, plain_shard
+from autopar.ir.layout import Layout, P, Piece, Shard, Type, piece, plain_shard, zigzag_shard
 from autopar.ir.mesh import Mesh
 
 
@@ -13,10 +13,12 @@ def holds(shard: Shard, coordinate: int, ways: int) -> list[int]:
     """Global indices of the dim that the coordinate holds."""
     out, at = [], 0
     for p in shard.pieces:
-        sizes = p.sizes or (p.count // ways,) * ways
-        start = sum(sizes[:coordinate])
+        many = 2 * ways if p.zigzag else ways
+        owners = [min(c, many - 1 - c) if p.zigzag else c for c in range(many)]
+        sizes = p.sizes or (p.count // many,) * many
+        digits = [owner for owner, n in zip(owners, sizes, strict=True) for _ in range(n)]
         for e in range(p.length):
-            if start <= e // p.inner % p.count < start + sizes[coordinate]:
+            if digits[e // p.inner % p.count] == coordinate:
                 out.append(at + e)
         at += p.length
     return out
@@ -70,6 +72,11 @@ def shards(dim: int, n: int, ways: int) -> Iterator[Shard]:
     plain = plain_shard(dim, n, ways)
     if plain is not None:
         yield plain
+    zigzag = zigzag_shard(dim, n, ways)
+    if zigzag is not None:
+        yield zigzag
+        if n % (4 * ways) == 0:
+            yield Shard(dim, (Piece(n, 2 * ways, n // (4 * ways), zigzag=True),))
     if n > ways:
         yield Shard(dim, (piece(n, n, 1, ways, (n - ways + 1,) + (1,) * (ways - 1)),))
     for outer in (2, 3):

@@ -1,0 +1,149 @@
+"""Small models with something along the sequence."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+D, HEADS = 16, 4
+
+
+def rows(length: int = 16, batch: int = 2, seed: int = 1) -> Tensor:
+    """A batch of sequences of vectors."""
+    return torch.randn(batch, length, D, generator=torch.Generator().manual_seed(seed))
+
+
+class Heads(nn.Module):
+    """Queries, keys and values of a self-attention, and what joins its heads."""
+
+    def __init__(self, heads: int = HEADS, groups: int = HEADS) -> None:
+        super().__init__()
+        self.heads, self.groups, width = heads, groups, D // HEADS
+        self.q, self.k = nn.Linear(D, heads * width), nn.Linear(D, groups * width)
+        self.v, self.o = nn.Linear(D, groups * width), nn.Linear(heads * width, D)
+
+    def split(self, x: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, H, S, D/H] of each."""
+        memory = x if memory is None else memory
+
+        def one(layer: nn.Linear, of: Tensor, heads: int) -> Tensor:
+            return layer(of).unflatten(-1, (heads, -1)).transpose(1, 2)
+
+        return one(self.q, x, self.heads), one(self.k, memory, self.groups), one(self.v, memory, self.groups)
+
+    def join(self, y: Tensor) -> Tensor:
+        """Back to [B, S, D]."""
+        joined: Tensor = self.o(y.transpose(1, 2).flatten(2))
+        return joined
+
+
+class Attend(Heads):
+    """A residual attention whose options are those of scaled_dot_product_attention."""
+
+    def __init__(self, heads: int = HEADS, groups: int = HEADS, **options: Any) -> None:
+        super().__init__(heads, groups)
+        self.options = {"is_causal": True, "enable_gqa": heads != groups, **options}
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None:
+            y = F.scaled_dot_product_attention(*self.split(x), attn_mask=mask)
+        else:
+            y = F.scaled_dot_product_attention(*self.split(x), **self.options)
+        return x + self.join(y)
+
+
+class Documents(Heads):
+    """Packed sequences: a token sees earlier ones of its own document."""
+
+    def forward(self, x: Tensor, document: Tensor) -> Tensor:
+        earlier = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        mask = (document[:, None, :, None] == document[:, None, None, :]) & earlier
+        return x + self.join(F.scaled_dot_product_attention(*self.split(x), attn_mask=mask))
+
+
+class Biased(Heads):
+    """A learned bias of the scores, one for each distance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Embedding(64, HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1])
+        bias = self.bias((place[:, None] - place[None]).abs()).permute(2, 0, 1)[None]
+        return x + self.join(F.scaled_dot_product_attention(*self.split(x), attn_mask=bias))
+
+
+class Written(Heads):
+    """Attention by hand: ``hide`` says how a causal mask of numbers is applied; padding may hide whole rows."""
+
+    def __init__(self, hide: str = "where", lowest: float | None = None, cap: float = 0.0) -> None:
+        super().__init__()
+        self.hide, self.lowest, self.cap = hide, lowest, cap
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        scores = q @ k.transpose(-1, -2) / (D // HEADS) ** 0.5
+        if self.cap:
+            scores = torch.tanh(scores / self.cap) * self.cap
+        lowest = torch.finfo(scores.dtype).min if self.lowest is None else self.lowest
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril() & keep[:, None, None, :]
+        if self.hide == "where":
+            scores = torch.where(seen, scores, lowest)
+        elif self.hide == "fill":
+            scores = scores.masked_fill(~seen, lowest)
+        else:
+            scores = scores + (~seen).to(scores.dtype) * lowest
+        return x + self.join(scores.softmax(-1) @ v)
+
+
+class Cross(nn.Module):
+    """Self-attention, then attention to a memory of another length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.other = Attend(), Heads()
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        x = self.own(x)
+        return x + self.other.join(F.scaled_dot_product_attention(*self.other.split(x, memory)))
+
+
+class Pooled(nn.Module):
+    """Mean of the tokens, and the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend, self.head = Attend(is_causal=False), nn.Linear(2 * D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attend(x)
+        return self.head(torch.cat([x.mean(1), x[:, 0]], -1))
+
+
+class Convolved(nn.Module):
+    """A convolution along the sequence after an attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend, self.conv = Attend(), nn.Conv1d(D, D, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.attend(x).transpose(1, 2)).transpose(1, 2)
+
+
+class Recurrent(nn.Module):
+    """A linear recurrence along the sequence after an attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = Attend()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attend(x)
+        state, out = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            state = 0.5 * state + x[:, t]
+            out.append(state)
+        return torch.stack(out, 1)

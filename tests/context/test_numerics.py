@@ -1,0 +1,73 @@
+"""Models on a context axis equal the unsharded ones in double precision, on every rank, gradients included."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.cli.models import load
+from tests.context.models import Attend, Biased, Cross, Documents, Pooled, Written, rows
+
+
+def squares(out: Tensor) -> Tensor:
+    return out.square().sum()
+
+
+def keep(length: int = 16) -> Tensor:
+    """Padding on the left of one row and on the right of the other."""
+    kept = torch.ones(2, length, dtype=torch.bool)
+    kept[0, :5], kept[1, length - 4 :] = False, False
+    return kept
+
+
+BOTH = ("ring", "ulysses")
+CASES: list[tuple[str, Any, tuple[Any, ...], str, tuple[str, ...]]] = [
+    ("causal", Attend, (rows(),), "cp=2", BOTH),
+    ("four", Attend, (rows(),), "cp=4", (*BOTH, "ring:2+ulysses:2")),
+    ("grouped", lambda: Attend(8, 2), (rows(),), "cp=4", (*BOTH, "ring:2+ulysses:2")),
+    ("one-key-head", lambda: Attend(4, 1), (rows(),), "cp=2,tp=2", BOTH),
+    ("heads-over-tp", lambda: Attend(8, 4), (rows(),), "cp=2,tp=2", BOTH),
+    ("uneven", Attend, (rows(13),), "cp=2", BOTH),
+    ("whole", lambda: Attend(is_causal=False), (rows(13),), "cp=4", BOTH),
+    ("documents", Documents, (rows(), torch.arange(16).repeat(2, 1) // 5), "cp=2", BOTH),
+    ("learned-bias", Biased, (rows(),), "cp=2", BOTH),
+    ("cross", Cross, (rows(), rows(9, seed=2)), "cp=2", BOTH),
+    ("pooled", Pooled, (rows(),), "dp=2,cp=2", BOTH),
+    ("where", Written, (rows(), keep()), "cp=2", BOTH),
+    ("filled", lambda: Written("fill", -1e4), (rows(), keep()), "cp=2", ("ring",)),
+    ("added", lambda: Written("add"), (rows(), keep()), "cp=2", ("ring",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "args", "mesh", "kind"),
+    [pytest.param(m, a, mesh, kind, id=f"{n}-{kind}") for n, m, a, mesh, kinds in CASES for kind in kinds],
+)
+def test_equals_the_unsharded_model(make: Any, args: tuple[Any, ...], mesh: str, kind: str) -> None:
+    torch.manual_seed(0)
+    model: nn.Module = make()
+    report = autopar.verify(model, mesh, args=args, loss=squares, strategy=f"context_parallel={kind}")
+    assert report.ok and report.tolerance == 1e-10, str(report)
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "strategy"),
+    [
+        ("llama", "dp=2,cp=2", ""),
+        ("llama", "cp=4", "context_parallel=ring:2+ulysses:2"),
+        ("bert", "cp=2", "context_parallel=ring"),
+        ("gpt2", "cp=2,tp=2", "context_parallel=ulysses"),
+        ("t5", "cp=2", "context_parallel=ring"),
+    ],
+    ids=lambda value: value or "-",
+)
+def test_families_are_exact(family: str, mesh: str, strategy: str) -> None:
+    """Labels are shifted inside; rotary and learned positions, padding and relative biases follow the order."""
+    loaded = load(f"hf:{family}-tiny", meta=False)
+    model, kwargs = loaded.model.eval(), (loaded.padding or loaded.kwargs)(4, 16)
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
+    report = autopar.verify(model, mesh, kwargs=kwargs, strategy=strategy)
+    assert report.ok, str(report)
