@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from autopar.ir import ops
+from autopar.ir.grouped import body_text
 from autopar.ir.layout import Layout, Shard, format_dims, local_shape
 from autopar.ir.program import Form, Program, Spec, specs, tensor_args
 
@@ -170,6 +171,8 @@ class Describer:
             parameter = signature.parameters[name]
             if not isinstance(arg, fx.Node) and (arg is parameter.default or arg == parameter.default):
                 continue
+            if name == "body":
+                arg = body_text(arg)
             out.append(self.value(arg) if isinstance(arg, fx.Node) else f"{name}={self.value(arg)}")
         return out
 

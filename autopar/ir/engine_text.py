@@ -27,12 +27,13 @@ def rows(engine: Engine) -> list[tuple[str, ...]]:
 def _facts(engine: Engine, group: Group) -> tuple[str, ...]:
     width = 2 if engine.precision == "bf16" and group.dtype.itemsize == 4 else group.dtype.itemsize
     gather = "once a step" if engine.stage < 3 else "each microbatch" if group.keeps else "twice each microbatch"
-    reduce = "reduce_scatter" if engine.ways > 1 else "all_reduce"
-    both = " and all_reduce" if engine.ways > 1 and engine.copies > 1 else ""
+    reduce = "reduce_scatter" if group.ways > 1 else "all_reduce"
+    both = " and all_reduce" if group.ways > 1 and engine.copies > 1 else ""
     often = "once a step" if engine.stage < 2 else "each microbatch"
-    moved = f"all_gather {scaled(group.elements * width, 1024, SIZES)} {gather}" if engine.ways > 1 else ""
-    summed = f"{reduce}{both} {scaled(group.trainable * group.dtype.itemsize, 1024, SIZES)} {often}"
+    moved = f"all_gather {scaled(group.elements * width, 1024, SIZES)} {gather}" if group.ways > 1 else ""
     count = f"{len(group.names)} parameter{'s' if len(group.names) != 1 else ''}"
+    count += f" over {','.join(group.axes)}" if group.axes != engine.axes else ""
+    summed = f"{reduce}{both} {scaled(group.trainable * group.dtype.itemsize, 1024, SIZES)} {often}"
     return dtype_name(group.dtype), count, moved, summed if group.trainable else ""
 
 

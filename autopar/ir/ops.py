@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.ir.grouped import experts as experts
+
 
 def convert(x: Tensor, axis: str, src: Any, dst: Any) -> Tensor:
     """A change of layout on the mesh axis ``axis`` from type ``src`` to type ``dst``; the whole value stays."""
@@ -107,5 +109,5 @@ def token_loss(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
 FACTORIES = (torch.ops.aten.full.default, torch.ops.aten.arange.start_step)
 """Ops that make a tensor of numbers. They name no device in a Program: whoever runs it says where."""
 
-IR_OPS = (convert, dropout, attention, ring_attention, token_loss)
+IR_OPS = (convert, dropout, attention, ring_attention, token_loss, experts)
 ATTENTION = (attention, ring_attention)

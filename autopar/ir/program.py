@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.layout import Layout
+from autopar.ir.layout import Layout, Shard
 from autopar.ir.mesh import Mesh
 
 
@@ -61,11 +61,13 @@ class Spec:
 class Chunk:
     """How data ranks share out a rank's part of a parameter: dim ``dim`` in ``ways`` chunks, as ``torch.chunk`` cuts.
 
-    The chunk of a data rank is its row-major place over the data axes, modulo ``ways``.
+    The chunk of a data rank is its row-major place over ``axes``, modulo ``ways``; over all that the engine sums over
+    where None.
     """
 
     dim: int
     ways: int
+    axes: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class Group:
         names: of its parameters.
         elements: of this rank's parts, before data ranks share them out; the trainable ones among them.
         keeps: whether gathered parameters stay from the forward to the backward.
+        axes: over which their gradients are summed: those on which they are R.
+        ways: ranks along these that share out a part.
     """
 
     unit: str
@@ -86,6 +90,8 @@ class Group:
     elements: int
     trainable: int
     keeps: bool
+    axes: tuple[str, ...] = ()
+    ways: int = 1
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ class Engine:
     Args:
         stage: ZeRO stage; 0 keeps a rank's parts whole.
         axes: the data axes with several ranks.
-        ways: data ranks that share out a part; the others repeat it.
+        ways: data ranks that share out a part that all of them have; the others repeat it.
         copies: how often a part is repeated.
         precision: "fp32", or "bf16": computed from copies of fp32 parameters, gradients reduced in fp32.
         offload: "none" or "cpu".
@@ -129,6 +135,12 @@ class Param:
     tied: tuple[str, ...] = ()
     layout: Layout | None = None
     chunk: Chunk | None = None  # from STAGED on
+
+    def summed_over(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axes over which the engine sums the gradient: those of ``mesh.summed_axes`` that do not shard it."""
+        layout = self.layout or Layout()
+        axes = (a for a in mesh.summed_axes if mesh.size(a) > 1)
+        return tuple(a for a in axes if not isinstance(layout.get(a), Shard))
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,15 @@ from torch import fx
 
 from autopar.errors import AutoparError
 from autopar.ir import ops
+from autopar.ir.grouped import Body, written
 from autopar.ir.layout import I, Layout, Piece, Shard, local_inner, local_pieces, local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Spec, specs, tensor_args
 from autopar.ir.runs import runs_of
 from autopar.rules.arguments import arguments, normal_dims, with_arguments
+from autopar.rules.experts import graph_of, layouts_inside, results_of
 from autopar.rules.table import aten
-from autopar.runtime import collectives, loss, order, random, shards
+from autopar.runtime import collectives, dispatch, loss, order, random, shards
 from autopar.runtime.ring import ring_attention
 
 Handle = Callable[[str], fx.Node]
@@ -263,6 +265,45 @@ def _attention(node: fx.Node, place: Place) -> None:
     )  # fmt: skip
 
 
+def _experts(node: fx.Node, place: Place) -> None:
+    """An axis that shares out rows and experts exchanges rows; on others a rank has the experts from a number on."""
+    with_arguments(node, body=_local_body(node, place))
+    known, rows, owned = arguments(node), place.inputs[0], place.inputs[3]
+    over = [a for a, _ in owned.shards(0)]
+    exchange = [a for a in over if any(a == b for b, _ in rows.shards(0))]
+    assert not exchange or over == exchange[:1], over
+    if exchange:
+        node.target, node.kwargs = dispatch.dispatched_experts, {}
+        names = ("hidden", "index", "weights", "params", "body", "dtype", "capacity")
+        given = tuple(known[n] for n in names)
+        node.args = (*given, str(node.meta.get("module") or ""), place.handle("load"), place.handle(exchange[0]))
+    elif over:
+        count = known["params"][0].meta["spec"].shape[0]
+        with_arguments(node, first=run_start(owned, 0, count, place.mesh, place.at))
+
+
+def _local_body(node: fx.Node, place: Place) -> Body:
+    """The body with the sizes that this rank's shares of each expert have."""
+    known = arguments(node)
+    params = tuple(p.meta["spec"] for p in known["params"])
+    graph = graph_of(known["body"], known["hidden"].meta["spec"], params)
+    layouts = layouts_inside(graph, (*place.inputs, place.outputs[0]))
+    at = {n: i for i, n in enumerate((graph.x, *graph.params, *graph.ops))}
+    steps = []
+    for step, op in zip(known["body"], graph.ops, strict=True):
+        if op.target in LOCAL:
+            before, made = op.target, tuple(layouts[n] for n in results_of(op))
+            inside = Place(place.mesh, place.at, tuple(layouts[n] for n in tensor_args(op)), made, place.handle)
+            localize_node(op, inside)
+            if op.target is not before:
+                why = f"{node.meta.get('module') or 'experts'}: {step[0]} inside an expert, over a sharded dim"
+                raise AutoparError("expert-body", why, "leave tp off the experts: use ep")
+            given = tuple(written(a, at) for a in op.args)
+            step = (step[0], given, tuple((k, written(v, at)) for k, v in op.kwargs.items()))
+        steps.append(step)
+    return tuple(steps)
+
+
 def _ring(node: fx.Node, place: Place) -> None:
     """Positions of this rank's queries and of every coordinate's keys, as runs."""
     known = arguments(node)
@@ -340,4 +381,5 @@ LOCAL: dict[Any, Callable[[fx.Node, Place], None]] = {
     ops.token_loss: _token_loss,
     ops.dropout: _dropout,
     ops.attention: _attention,
+    ops.experts: _experts,
 }

@@ -6,6 +6,7 @@ from torch import fx
 
 from autopar.ir.layout import I, R, Shard, Type
 from autopar.ir.program import Spec, specs, tensor_args
+from autopar.rules.experts import Experts
 from autopar.rules.relation import Assignment, Relation
 from autopar.rules.table import relation
 
@@ -43,6 +44,9 @@ def strategies(node: fx.Node, ports: Sequence[Iterable[Shard]], rel: Relation | 
             made = rel.transfer(port, shard)
             if made is not None:
                 found[_canonical(made, ins, outs)] = None
+    if isinstance(rel, Experts):
+        for made in rel.exchanges([list(shards) for shards in ports]):
+            found[_canonical(made, ins, outs)] = None
     return list(found)
 
 

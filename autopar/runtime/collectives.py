@@ -136,6 +136,15 @@ def all_to_all(
     return _run(x, axis, _exchange, _exchange_back, src, dst, axis, src_segments, dst_segments)
 
 
+def exchange_rows(x: Tensor, axis: Axis, receive: list[int], send: list[int]) -> Tensor:
+    """Rows of dim 0 sent to, and received from, each coordinate in order. Backward: the reverse."""
+    return _run(x, axis, exchanged, _exchange_rows_back, axis, receive, send)
+
+
+def _exchange_rows_back(x: Tensor, axis: Axis, receive: list[int], send: list[int]) -> Tensor:
+    return exchange_rows(x, axis, send, receive)
+
+
 def _exchange_back(
     x: Tensor, src: int, dst: int, axis: Axis, src_segments: Segments | None, dst_segments: Segments | None
 ) -> Tensor:

@@ -11,6 +11,8 @@ import torch
 import torch.utils.checkpoint as checkpointing
 from torch import nn
 
+from autopar.trace.experts import single_nodes
+
 
 @contextmanager
 def prepared(model: nn.Module, train: bool, notes: list[str], checkpoints: list[str]) -> Iterator[None]:
@@ -23,6 +25,7 @@ def prepared(model: nn.Module, train: bool, notes: list[str], checkpoints: list[
         stack.enter_context(_no_cache(model, notes))
         stack.enter_context(_no_checkpoint(checkpoints))
         stack.enter_context(_no_fastpath())
+        stack.enter_context(single_nodes(model))
         yield
 
 

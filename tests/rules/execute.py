@@ -15,6 +15,8 @@ from autopar.rules.local import Place, localize_node
 from autopar.rules.relation import Assignment
 from autopar.rules.strategies import strategies
 from autopar.runtime.axis import Axis
+from autopar.runtime.dispatch import dispatched_experts
+from autopar.runtime.load import Loads
 from autopar.runtime.loss import token_loss
 from autopar.runtime.random import Rng
 from autopar.runtime.ring import ring_attention
@@ -93,14 +95,13 @@ def check(op: Op, a: Assignment, ways: int, seed: int = 0) -> None:
 
     def rank(c: int) -> tuple[list[Tensor], list[Tensor | None]]:
         node = localized(op, a, ways, c)
-        collective = node.target in (token_loss, ring_attention)
-        axis = axis_of(ways) if collective else Axis("tp", ways, c, "none")
-        values = {"tp": axis, "rng": Rng(torch.tensor(seed))}
+        axis = axis_of(ways) if _talks(node) else Axis("tp", ways, c, "none")
+        values = {"tp": axis, "rng": Rng(torch.tensor(seed)), "load": Loads().at("")}
         return _backward(node, [i[c] for i in inputs], values, [g[c] for g in grads])
 
     inside = any(isinstance(t, Shard) for t in a.inputs) and all(t == I for t in a.outputs)
-    inside = inside or op.node.target is ops.ring_attention
-    made = run_ranks(ways, rank) if inside else [rank(c) for c in range(ways)]
+    together = inside or op.node.target is ops.ring_attention or _talks(localized(op, a, ways, 0))
+    made = run_ranks(ways, rank) if together else [rank(c) for c in range(ways)]
     for i, (kind, want) in enumerate(zip(a.outputs, op.results)):
         have = whole([outs[i] for outs, _ in made], kind, want.shape)
         torch.testing.assert_close(have, want, **TOLERANCE)
@@ -109,6 +110,11 @@ def check(op: Op, a: Assignment, ways: int, seed: int = 0) -> None:
         if _is_float(tensor):
             have = whole(parts, _dual(kind), tensor.shape)
             torch.testing.assert_close(have, torch.zeros_like(tensor) if want is None else want, **TOLERANCE)
+
+
+def _talks(node: fx.Node) -> bool:
+    """Whether the op communicates by itself."""
+    return node.target in (token_loss, ring_attention, dispatched_experts)
 
 
 def localized(op: Op, a: Assignment, ways: int, coordinate: int) -> fx.Node:

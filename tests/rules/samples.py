@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from autopar.ir import ops
+from tests.rules import expert_samples
 
 aten = torch.ops.aten
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -381,6 +382,9 @@ MAKE: dict[Any, Make] = {
     aten.bucketize.Tensor: lambda r: [a(r(6, 12), torch.linspace(-1, 1, 4, dtype=F64))],
     aten.prelu.default: lambda r: [a(r(6, 4, 12), r(4)), a(r(6, 12), r(1)), a(r(6, 4, 12), r(1))],
 }  # fmt: skip
+
+
+MAKE[ops.experts] = expert_samples.calls
 
 
 def calls(target: Any, seed: int = 0) -> list[Call]:
