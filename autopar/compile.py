@@ -132,10 +132,10 @@ def _lowered(x: Any) -> Any:
 def check_axes(mesh: Mesh) -> None:
     """Raises AutoparError ``unsupported-axis`` for axes whose passes are not there yet."""
     for axis, size in mesh.axes:
-        if size > 1 and mesh.base(axis) in ("pp", "ep"):
+        if size > 1 and mesh.base(axis) in ("pp",):
             raise AutoparError(
                 "unsupported-axis", f"mesh {mesh}: this version has no pass for {axis}, {axis}={size} is asked for",
-                "use dp, cp and tp axes",
+                "use dp, ep, cp and tp axes",
             )  # fmt: skip
 
 
@@ -249,7 +249,7 @@ class Compiler:
         before = None
         if prologue is not None:
             early = Context(context.hardware, at=self.at(traced.program.mesh))
-            before = run(prologue, "data-parallel,reshard", early)
+            before = run(prologue, "data-parallel,expert-parallel,reshard", early)
             prologue = run(before, "localize", early)
         records: list[Record] = []
         passes = parse(self.strategy.pipeline)

@@ -1,11 +1,12 @@
 """What a user may choose, and the pipeline that it stands for."""
 
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
 from autopar.errors import AutoparError
 
-LATER = ("approximate_microbatches", "schedule", "virtual_stages", "stages", "expert_capacity")
+LATER = ("approximate_microbatches", "schedule", "virtual_stages", "stages")
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Strategy:
         precision: "fp32" computes in the parameters' own dtypes, "bf16" in bfloat16 what is held in float32.
         Parameters,
             their gradients and the sums over data ranks stay in float32.
+        expert_capacity: where experts are on other ranks, rows that a rank sends to each expert, as a multiple of their
+            mean: shapes are static, which ``compile`` wants, and choices beyond are dropped. None drops nothing.
         offload: "cpu" keeps parameters, gradients and optimizer state in host memory.
 
     Fields of techniques that are not there yet are refused when they are set.
@@ -70,8 +73,14 @@ class Strategy:
             return self.passes
         tensor = "tensor-parallel{sequence}" if self.sequence_parallel else "tensor-parallel"
         kind = "" if self.context_parallel in (None, "auto") else f"{{kind={self.context_parallel}}}"
-        words = ["data-parallel", tensor, f"context-parallel{kind}", "reshard", "localize", *self._engine]
+        axes = ["data-parallel", self._experts, tensor, f"context-parallel{kind}"]
+        words = [*axes, "reshard", "localize", *self._engine]
         return ",".join(words)
+
+    @property
+    def _experts(self) -> str:
+        capacity = self.expert_capacity
+        return "expert-parallel" if capacity is None else f"expert-parallel{{capacity={float(capacity)}}}"
 
     @property
     def _engine(self) -> list[str]:
@@ -112,4 +121,6 @@ def _value(text: str, default: object) -> object:
             fix = "write field, field=true or field=false"
             raise AutoparError("bad-strategy", f"{text!r} is neither true nor false", fix)
         return known[text.lower()]
-    return int(text) if isinstance(default, int) else (int(text) if text.isdigit() else text)
+    if isinstance(default, int) or text.isdigit():
+        return int(text)
+    return float(text) if re.fullmatch(r"\d+\.\d*", text) else text

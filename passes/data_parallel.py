@@ -26,11 +26,11 @@ WHOLE = 1e3  # µs: an op that could keep its rows but is computed on all of the
 
 @dataclass(frozen=True)
 class DataParallel(Pass):
-    """Rows of the batch over ``dp`` and ``ep``.
+    """Rows of the batch over ``dp``.
 
     Does:
-        Types every value on each data axis. Inputs with a batch dim are S on it, parameters are R, the loss is P: a
-        term of the sum that is the loss of the global batch.
+        Types every value on each data axis but ``ep``, which the pass expert-parallel types. Inputs with a batch dim
+        are S on it, parameters are R, the loss is P: a term of the sum that is the loss of the global batch.
     Requires:
         TRACED, with the rows of each data rank.
     Ensures:
@@ -65,7 +65,7 @@ class DataParallel(Pass):
         start(program)
         flow = flow_of(program)
         relations = relations_of(flow)
-        for axis in axes:
+        for axis in (a for a in axes if program.mesh.base(a) != "ep"):
             shard = batch_shard(program.mesh, axis, program.rows)
             batched = {v: batch_dim(program, flow, v) for v in sources(flow)}
             seeds = [(v, replace(shard, dim=d)) for v, d in batched.items() if d is not None]

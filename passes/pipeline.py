@@ -11,6 +11,7 @@ from autopar.ir.program import Form, Program
 from autopar.passes.base import Context, Pass
 from autopar.passes.context_parallel import ContextParallel
 from autopar.passes.data_parallel import DataParallel
+from autopar.passes.expert_parallel import ExpertParallel
 from autopar.passes.localize import Localize
 from autopar.passes.recompute import Recompute
 from autopar.passes.reshard import Reshard
@@ -19,7 +20,8 @@ from autopar.passes.zero import Zero
 from autopar.verify import check_program
 
 PASSES: dict[str, type[Pass]] = {
-    p.name: p for p in (DataParallel, TensorParallel, ContextParallel, Reshard, Localize, Zero, Recompute)
+    p.name: p
+    for p in (DataParallel, ExpertParallel, TensorParallel, ContextParallel, Reshard, Localize, Zero, Recompute)
 }
 
 
@@ -72,6 +74,8 @@ def _make(text: str, match: re.Match[str]) -> Pass:
 def _value(kind: Any, text: str) -> Any:
     if kind in (bool, "bool"):
         return {"": True, "true": True, "false": False}[text]
+    if kind in (float | None, "float | None"):
+        return float(text)
     return int(text) if kind in (int, "int") else text
 
 

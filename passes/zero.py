@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import gcd, prod
 from typing import ClassVar
 
 import torch
@@ -25,7 +26,8 @@ class Zero(Pass):
     """Units, mesh axes, reshard policy, precision and offload of ``fully_shard`` (of ``replicate`` at stage 0).
 
     Does:
-        Gives each parameter to the unit that alone reads it, else to the outer function, one group for each dtype. From
+        Gives each parameter to the unit that alone reads it, else to the outer function, one group for each dtype and
+        set of axes that its gradient is summed over: experts are R over dp alone where ep shards them. From
         stage 1 on cuts every rank's part over the data ranks: along dim 0, or along another dim that divides where
         dim 0
         does not. Stage 1 reduces once a step, stage 2 with each microbatch, stage 3 also frees what a unit gathered.
@@ -71,24 +73,26 @@ class Zero(Pass):
         """See Pass."""
         mesh = program.mesh
         axes = tuple(a for a in mesh.summed_axes if mesh.size(a) > 1)
-        ways = self._ways(mesh.summed_size) if axes else 1
-        model = [a for a in mesh.names if not mesh.is_summed(a) and mesh.base(a) != "pp" and mesh.size(a) > 1]
+        size = prod(mesh.size(a) for a in axes)
+        ways = self._ways(size) if axes and self.stage else 1
+        homes = {n: unit for n, unit in managed(program).items() if self._manages(program.params[n], mesh)}
+        for name in homes:
+            program.params[name] = replace(program.params[name], chunk=chunk_of(program.params[name], mesh, ways))
+        copies = size // ways
+        groups = tuple(_groups(program, homes, self.stage, ways))
+        program.engine = Engine(self.stage, axes, ways, copies, self.precision, self.offload, self.prefetch, groups)
+        program.form = Form.STAGED
+        return program
+
+    def _manages(self, param: Param, mesh: Mesh) -> bool:
+        """Whether torch's engine can hold the parameter. Raises AutoparError ``zero-model-axes``."""
+        axes, model = param.summed_over(mesh), model_axes(param, mesh)
         if self.stage and axes and len(model) > MODEL_AXES:
             raise AutoparError(
                 "zero-model-axes", f"zero={self.stage}: parameters lie on {', '.join(model)} besides the data axes",
                 f"use zero=0, or at most {MODEL_AXES} model axes",
             )  # fmt: skip
-        homes = managed(program) if axes and len(model) <= MODEL_AXES else {}
-        if self.stage and ways > 1:
-            for name in homes:
-                program.params[name] = replace(program.params[name], chunk=chunk_of(program.params[name], mesh, ways))
-        copies = mesh.summed_size // ways if self.stage else mesh.summed_size
-        groups = tuple(_groups(program, homes, self.stage))
-        program.engine = Engine(
-            self.stage, axes, ways if self.stage else 1, copies, self.precision, self.offload, self.prefetch, groups
-        )
-        program.form = Form.STAGED
-        return program
+        return bool(axes) and len(model) <= MODEL_AXES
 
     def _ways(self, size: int) -> int:
         ways = self.shard or size
@@ -101,17 +105,31 @@ class Zero(Pass):
         return ways
 
 
-def chunk_of(param: Param, mesh: Mesh, ways: int) -> Chunk:
-    """How ``ways`` data ranks share out each rank's part of the parameter.
+def model_axes(param: Param, mesh: Mesh) -> tuple[str, ...]:
+    """The axes with several ranks, stages excepted, that the engine takes the parameter to be laid out on."""
+    rest = (a for a in mesh.names if mesh.base(a) != "pp" and mesh.size(a) > 1)
+    return tuple(a for a in rest if a not in param.summed_over(mesh))
+
+
+def ways_of(param: Param, mesh: Mesh, ways: int) -> int:
+    """How many ranks share out a parameter, where ``ways`` share out one that all data ranks have."""
+    return gcd(ways, prod(mesh.size(a) for a in param.summed_over(mesh)))
+
+
+def chunk_of(param: Param, mesh: Mesh, ways: int) -> Chunk | None:
+    """How data ranks share out each rank's part of the parameter, where ``ways`` share out what all of them have.
 
     Dim 0, where the engine can pad; but the longest dim that divides on every rank where dim 0 does not.
     """
     assert param.layout is not None
+    ways, axes = ways_of(param, mesh, ways), param.summed_over(mesh)
+    if ways == 1:
+        return None
     shapes = _local_shapes(param.spec.shape, param.layout, mesh)
     even = [d for d in range(len(param.spec.shape)) if all(s[d] % ways == 0 for s in shapes)]
     if not even or 0 in even:
-        return Chunk(0, ways)
-    return Chunk(max(even, key=lambda d: (param.spec.shape[d], -d)), ways)
+        return Chunk(0, ways, axes)
+    return Chunk(max(even, key=lambda d: (param.spec.shape[d], -d)), ways, axes)
 
 
 @lru_cache(maxsize=4096)
@@ -122,18 +140,22 @@ def _local_shapes(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> frozens
     return frozenset(local_shape(shape, layout, mesh, dict(at)) for at in points)
 
 
-def _groups(program: Program, homes: Mapping[str, str], stage: int) -> list[Group]:
-    found: dict[tuple[str, torch.dtype], list[str]] = {}
+def _groups(program: Program, homes: Mapping[str, str], stage: int, ways: int) -> list[Group]:
+    """One for each unit, dtype and set of axes that gradients are summed over."""
+    found: dict[tuple[str, torch.dtype, tuple[str, ...]], list[str]] = {}
     order = {path: i for i, path in enumerate((*paths_of(program), ""))}
     for name in sorted(homes, key=lambda n: order[homes[n]]):
-        found.setdefault((homes[name], program.params[name].spec.dtype), []).append(name)
-    return [_group(program, unit, dtype, tuple(names), stage) for (unit, dtype), names in found.items()]
+        param = program.params[name]
+        found.setdefault((homes[name], param.spec.dtype, param.summed_over(program.mesh)), []).append(name)
+    return [_group(program, unit, tuple(names), stage, ways) for (unit, _, _), names in found.items()]
 
 
-def _group(program: Program, unit: str, dtype: torch.dtype, names: tuple[str, ...], stage: int) -> Group:
+def _group(program: Program, unit: str, names: tuple[str, ...], stage: int, ways: int) -> Group:
     sizes = {n: _elements(program, program.params[n]) for n in names}
     trainable = sum(size for n, size in sizes.items() if program.params[n].trainable)
-    return Group(unit, dtype, names, sum(sizes.values()), trainable, stage < 3 or not unit)
+    first = program.params[names[0]]
+    axes, own = first.summed_over(program.mesh), ways_of(first, program.mesh, ways)
+    return Group(unit, first.spec.dtype, names, sum(sizes.values()), trainable, stage < 3 or not unit, axes, own)
 
 
 def _elements(program: Program, param: Param) -> int:

@@ -63,7 +63,7 @@ def _not_compiled(name: str) -> AutoparError:
 
 for _name in (
     "parameters", "named_parameters", "buffers", "named_buffers", "state_dict", "load_state_dict", "full_parameters",
-    "full_gradients", "clip_grad_norm_", "compile", "dump", "to_python", "zero_grad", "no_sync",
+    "full_gradients", "clip_grad_norm_", "expert_load", "compile", "dump", "to_python", "zero_grad", "no_sync",
     "save", "load", "full_state_dict", "export_safetensors",
 ):  # fmt: skip
     setattr(Deferred, _name, _refusing(_name))

@@ -17,6 +17,8 @@ from autopar.emit.units import Call, Skeleton, Slot
 from autopar.errors import AutoparError
 from autopar.ir.program import Output, Param, Program
 from autopar.ir.units import users_of
+from autopar.runtime.dispatch import CAPACITY, dispatched_experts
+from autopar.runtime.load import Loads
 from autopar.runtime.random import Streams
 
 
@@ -52,11 +54,15 @@ class Emitted:
     outer: Outer
     sites: dict[str, Callable[..., Any]] = field(default_factory=dict)
     compiled: bool = False
+    dispatches: bool = False  # whether rows travel to experts in numbers that depend on values
 
     def compile(self, **options: Any) -> None:
         """``torch.compile`` each kind of block, and each run of nodes between calls, once."""
         if self.compiled:
             return
+        if self.dispatches:
+            why = "compile: the number of rows that a rank sends to an expert depends on values"
+            raise AutoparError("compile-experts", why, "Strategy(expert_capacity=...), whose shapes are static")
         self.compiled = True
         options = {"fullgraph": True, "dynamic": False, **options}
         for calls in filter(None, self.functions.values()):
@@ -83,7 +89,6 @@ def emit(
         constants: tensors of this variant alone, whole: another trace may have others of the same name.
     """
     users = users_of(program)
-    data = tuple(place.axes[a] for a in place.summed_axes)
     own: dict[str, Tensor | None] = {n: t.to(place.device) for n, t in (constants or {}).items() if n in program.params}
     for _, graph in program.graphs():
         on_device(graph, place.device)
@@ -96,10 +101,12 @@ def emit(
             return Slot(own, name)
         _, table, key = skeleton.tables[name]
         unit = engine.managed.get(name)
-        needs = program.params[name].kind == "parameter" and unit not in (path, "")
-        if needs and unit is not None and engine.plan.ways > 1:
+        param = program.params[name]
+        needs = param.kind == "parameter" and unit not in (path, "")
+        if needs and unit is not None and param.chunk is not None:
             raise _moved(name, unit, path)
-        return Slot(table, key, data if needs else (), _lower(program.params[name], engine))
+        over = tuple(place.axes[a] for a in param.summed_over(place.mesh)) if needs else ()
+        return Slot(table, key, over, _lower(param, engine))
 
     outer = outer_of(program, owned)
     blocks = {
@@ -114,7 +121,10 @@ def emit(
         sites[f"call{i}"] = _runner(skeleton, site, call)
     function = function_of(outer.graph, "outer", SimpleNamespace(**sites))
     call = _bind(function, outer.arguments, partial(slot, ""), handles, "")
-    return Emitted(call, program.outputs, functions, outer, sites)
+    uneven = any(
+        n.target is dispatched_experts and n.args[CAPACITY] is None for _, g in program.graphs() for n in g.nodes
+    )
+    return Emitted(call, program.outputs, functions, outer, sites, dispatches=uneven)
 
 
 def _lower(param: Param, engine: Engine) -> torch.dtype | None:
@@ -156,7 +166,7 @@ def _bind(
     slots = tuple(slot(arguments[i].name) for i in of["param"])
     taken = [handles[arguments[i].name] for i in of["handle"]]
     streams = next((h for h in taken if isinstance(h, Streams)), None)
-    fixed = tuple(None if isinstance(h, Streams) else h for h in taken)
+    fixed = tuple(None if isinstance(h, Streams) else h.at(path) if isinstance(h, Loads) else h for h in taken)
     return Call(function, slots, fixed, streams, path, places)
 
 

@@ -34,7 +34,7 @@ from autopar.ir.layout import local_shape
 from autopar.ir.program import Engine as Plan
 from autopar.ir.program import Group, Param, Program
 from autopar.passes.base import Context
-from autopar.passes.zero import Zero
+from autopar.passes.zero import Zero, ways_of
 
 
 @dataclass
@@ -164,7 +164,7 @@ def start(skeleton: Skeleton, params: Mapping[str, Param], plan: Plan, place: Pl
         _prefetch(engine.units, plan.prefetch)
     for name, param in params.items():
         if param.kind == "parameter" and param.chunk is None:
-            _spread(skeleton, param, place, attach.ways, name in engine.managed)
+            _spread(skeleton, param, place, ways_of(param, place.mesh, plan.ways), name in engine.managed)
     return engine
 
 
@@ -177,15 +177,11 @@ class _Attach:
     plan: Plan
     place: Place
 
-    @property
-    def ways(self) -> int | None:
-        """Data ranks that share out a parameter; None where they repeat them."""
-        return self.plan.ways if self.plan.ways > 1 else None
-
     def unit(self, unit: Unit, groups: list[Group]) -> None:
         """Wrap one unit and give it its groups."""
-        mesh, below = self.place.data_mesh(self.ways), set(unit.parameters())
-        if self.ways is None:
+        ways = self.plan.ways if self.plan.ways > 1 else None
+        mesh, below = self.place.data_mesh(self.plan.axes, ways), set(unit.parameters())
+        if ways is None:
             replicate(unit, mesh=mesh, ignored_params=below)
         else:
             fully_shard(unit, mesh=mesh, reshard_after_forward=self.plan.stage == 3, ignored_params=below)
@@ -197,9 +193,11 @@ class _Attach:
 
     def _group(self, unit: Unit, group: Group) -> None:
         """One parameter group. Chunked parameters are wrapped empty, and ours put in their place."""
-        mesh, ours = self.place.data_mesh(self.ways), {n: self._table(n) for n in group.names}
+        shared = group.ways > 1
+        mesh = self.place.data_mesh(group.axes, group.ways if shared else None)
+        ours = {n: self._table(n) for n in group.names}
         info: Any = DDPMeshInfo(mesh, replicate_mesh_dim=0)
-        if self.ways is not None:
+        if shared:
             kinds = {1: lambda: FSDPMeshInfo(mesh, 0), 2: lambda: HSDPMeshInfo(mesh, 1, 0)}
             info = kinds[mesh.ndim]()
         dims: dict[int, int] = {}
@@ -211,9 +209,8 @@ class _Attach:
             dims[id(given)] = chunk.dim if chunk else 0
             self._set(name, given)
         made = FSDPParamGroup(
-            registered, (unit,), info, info if self.ways is not None and not group.keeps else None, self.place.device,
-            (lambda p: ShardPlacement(dims[id(p)])) if self.ways is not None else None,
-            self._precision(group), self._offload(),
+            registered, (unit,), info, info if shared and not group.keeps else None, self.place.device,
+            (lambda p: ShardPlacement(dims[id(p)])) if shared else None, self._precision(group), self._offload(shared),
         )  # fmt: skip
         unit._get_fsdp_state()._fsdp_param_groups.append(made)  # type: ignore[operator]
         for (name, old), held in zip(ours.items(), made.fsdp_params):
@@ -236,10 +233,11 @@ class _Attach:
         assert param.layout is not None
         shape = local_shape(param.spec.shape, param.layout, self.place.mesh, self.place.at)
         empty = torch.empty(shape, dtype=param.spec.dtype, device="meta")
-        if not self.place.model_axes:
+        own = self.place.own_axes(param)
+        if not own:
             return nn.Parameter(empty, requires_grad=param.trainable)
         whole = replace(param, chunk=None)
-        return on_mesh(empty, whole, self.place.submesh, placements_of(whole, self.place))  # type: ignore[return-value]
+        return on_mesh(empty, whole, self.place.submesh(own), placements_of(whole, self.place))  # type: ignore[return-value]
 
     def _settled(self, old: Tensor) -> Tensor:
         """Our parameter, in host memory where that is asked for."""
@@ -252,8 +250,8 @@ class _Attach:
             return MixedPrecisionPolicy(cast_forward_inputs=False)
         return MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 
-    def _offload(self) -> OffloadPolicy:
-        cpu = self.plan.offload == "cpu" and self.ways is not None
+    def _offload(self, shared: bool) -> OffloadPolicy:
+        cpu = self.plan.offload == "cpu" and shared
         return CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()) if cpu else OffloadPolicy()
 
 
@@ -287,11 +285,11 @@ def _prefetch(units: list[Unit], depth: int) -> None:
         unit.set_modules_to_backward_prefetch(order[max(0, i - depth) : i][::-1])  # type: ignore[operator]
 
 
-def _spread(skeleton: Skeleton, param: Param, place: Place, ways: int | None, managed: bool) -> None:
+def _spread(skeleton: Skeleton, param: Param, place: Place, ways: int, managed: bool) -> None:
     """Put a parameter on the mesh that the engine puts its own on: list ops and norms refuse to mix meshes."""
     tables = [skeleton.tables[n][1:] for n in (param.name, *param.tied)]
     old = tables[0][0][tables[0][1]]
-    new = old if managed else on_mesh(shard_of(old), param, *spread_over(param, place, ways))
+    new = old if managed else on_mesh(shard_of(old), param, *spread_over(param, place, ways if ways > 1 else None))
     restore_class(new, param, place)
     for table, key in tables:
         table[key] = new

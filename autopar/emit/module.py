@@ -26,6 +26,7 @@ from autopar.ir.program import Param, Program
 from autopar.ir.units import paths_of
 from autopar.runtime.collectives import all_reduce_invariant
 from autopar.runtime.heartbeat import guarded
+from autopar.runtime.load import ExpertLoad, Loads
 from autopar.runtime.random import Streams
 
 
@@ -60,7 +61,9 @@ class ParallelModule(Checkpoints, nn.Module):
         handles: Mapping[str, Any],
     ) -> None:
         super().__init__()
-        self._place, self._compiler, self._program, self._handles = place, compiler, program, handles
+        self._loads = Loads()
+        self._place, self._compiler, self._program = place, compiler, program
+        self._handles: Mapping[str, Any] = {**handles, "load": self._loads}
         self._params: dict[str, Param] = program.params
         self._skeleton = skeleton(program.params, tensors, paths_of(program))
         # The root unit is what engines hook; it is no child, so that names have no prefix, but shares this tree.
@@ -115,6 +118,7 @@ class ParallelModule(Checkpoints, nn.Module):
         emitted = self._emit(variant)
         if isinstance(streams := self._handles.get("rng"), Streams):
             streams.advance()
+        self._loads.reset()
         tensors = variant.structure.flatten(args, kwargs)
         if self._engine.plan.precision == "fp32":
             return variant, emitted, tensors
@@ -226,6 +230,14 @@ class ParallelModule(Checkpoints, nn.Module):
         """
         pairs = [(self._params[n], p) for n, p in self._trainable()]
         return clip_gradients(pairs, self._place, max_norm, norm_type, error_if_nonfinite)
+
+    def expert_load(self) -> dict[str, ExpertLoad]:
+        """Choices of each expert, and of each rank of ``ep``, in the last step, by path of the layer. Collective.
+
+        Raises:
+            AutoparError: ``no-load`` where no experts were shared out over ep.
+        """
+        return self._loads.total(self._place.axes, self._place.summed_axes, self._place.mesh.size("ep"))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Copy a state dict by original names: whole tensors, or DTensors of any placement. Collective with DTensors.

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from autopar.emit.initial import materialise
-from autopar.emit.rows import Box, Held, boxes, cut, data_index, gather, rows
+from autopar.emit.rows import Box, Held, boxes, cut, gather, index_over, rows
 from autopar.emit.segmented import keep_class, segmented
 from autopar.errors import AutoparError
 from autopar.ir.layout import Shard, chunk_sizes
@@ -61,42 +61,42 @@ class Place:
         """The axes with several ranks over which the engine sums gradients."""
         return tuple(a for a in self.mesh.summed_axes if self.mesh.size(a) > 1)
 
-    @property
-    def model_axes(self) -> tuple[str, ...]:
-        """The axes with several ranks that parameters are spread over, stages excepted."""
-        names = (a for a in self.mesh.names if not self.mesh.is_summed(a) and self.mesh.base(a) != "pp")
+    def own_axes(self, param: Param) -> tuple[str, ...]:
+        """The axes with several ranks that a parameter is laid out on by the program, stages excepted."""
+        summed = param.summed_over(self.mesh)
+        names = (a for a in self.mesh.names if a not in summed and self.mesh.base(a) != "pp")
         return tuple(a for a in names if self.mesh.size(a) > 1)
 
-    @cached_property
-    def submesh(self) -> DeviceMesh:
-        """The DeviceMesh of the parameters: the model axes."""
+    def submesh(self, axes: tuple[str, ...]) -> DeviceMesh:
+        """The DeviceMesh of some axes."""
         assert self.over is not None
-        return self.over[self.model_axes]
+        return self.over[axes]
 
-    def data_mesh(self, ways: int | None = None) -> DeviceMesh:
-        """The summed axes as one dim, or as copies and shards where fewer than all ranks share out a parameter.
+    def data_mesh(self, axes: tuple[str, ...], ways: int | None = None) -> DeviceMesh:
+        """Axes that gradients are summed over as one dim, or as copies and shards where few ranks share out.
 
         Args:
-            ways: data ranks that share out a parameter; None where none do.
+            ways: ranks along the axes that share out a parameter; None where none do.
         """
-        if ways not in self._made:
-            assert self.over is not None
-            mesh = self.over[self.summed_axes]
-            flat = mesh if mesh.ndim == 1 else mesh._flatten("_".join(self.summed_axes))
+        if (axes, ways) not in self._made:
+            mesh = self.submesh(axes)
+            flat = mesh if mesh.ndim == 1 else mesh._flatten("_".join(axes))
             if ways is not None and ways < flat.size():
                 assert flat.mesh_dim_names is not None
                 name = flat.mesh_dim_names[0]
                 parts = (f"{name}_copies", f"{name}_shards")
                 flat = flat._unflatten(name, (flat.size() // ways, ways), parts)
-            self._made[ways] = flat
-        return self._made[ways]
+            self._made[axes, ways] = flat
+        return self._made[axes, ways]
 
-    def whole_mesh(self, ways: int | None = None) -> DeviceMesh:
-        """``data_mesh`` followed by the model axes."""
-        key = ("whole", ways)
+    def whole_mesh(self, param: Param, ways: int | None = None) -> DeviceMesh:
+        """``data_mesh`` of the axes that the parameter's gradient is summed over, followed by its own axes."""
+        summed, own = param.summed_over(self.mesh), self.own_axes(param)
+        key = (summed, own, ways)
         if key not in self._made:
-            data = self.data_mesh(ways)
-            self._made[key] = DeviceMesh._concatenate([data, self.submesh]) if self.model_axes else data
+            parts = [self.data_mesh(summed, ways)] if summed else []
+            parts += [self.submesh(own)] if own else []
+            self._made[key] = parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
         return self._made[key]
 
 
@@ -114,15 +114,15 @@ def local_of(whole: Tensor, param: Param, mesh: Mesh, at: Mapping[str, int]) -> 
 
 
 def placements_of(param: Param, place: Place) -> tuple[Placement, ...]:
-    """DTensor's placements over the model axes. Where they cannot say the rows, the class does."""
+    """DTensor's placements over the parameter's own axes. Where they cannot say the rows, the class does."""
     assert param.layout is not None
-    types = (param.layout.get(a) for a in place.model_axes)
+    types = (param.layout.get(a) for a in place.own_axes(param))
     return tuple(ShardPlacement(t.dim) if isinstance(t, Shard) else Replicate() for t in types)
 
 
 def spread_over(param: Param, place: Place, ways: int | None = None) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Mesh and placements of a parameter over the data and the model axes; ``ways`` as in ``Place.data_mesh``."""
-    mesh, own = place.whole_mesh(ways), placements_of(param, place)
+    """Mesh and placements of a parameter over all axes; ``ways`` as in ``Place.data_mesh``."""
+    mesh, own = place.whole_mesh(param, ways), placements_of(param, place)
     data: list[Placement] = [Replicate()] * (mesh.ndim - len(own))
     if param.chunk is not None:
         data[-1] = ShardPlacement(param.chunk.dim)
@@ -133,7 +133,7 @@ def spread_over(param: Param, place: Place, ways: int | None = None) -> tuple[De
 def is_plain(held: Held, axes: tuple[str, ...]) -> bool:
     """Whether DTensor's own placements over ``axes`` say which rows each rank holds, on every rank."""
     home = dict.fromkeys(held.mesh.names, 0)
-    points = _points(held.mesh, (*axes, *(held.mesh.summed_axes if held.chunk else ())))
+    points = _points(held.mesh, (*axes, *held.sharing))
     return all(boxes(held, home | at) == _placed(held, axes, home | at) for at in points)
 
 
@@ -148,7 +148,10 @@ def _points(mesh: Mesh, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
 def _placed(held: Held, axes: tuple[str, ...], at: Mapping[str, int]) -> tuple[Box, ...]:
     """The box that DTensor expects: each axis in turn cuts as ``torch.chunk``."""
     start, sizes = [0] * len(held.shape), list(held.shape)
-    cuts = [(held.chunk.dim, held.chunk.ways, data_index(held.mesh, at) % held.chunk.ways)] if held.chunk else []
+    cuts = []
+    if held.chunk:
+        mine = index_over(held.sharing, held.mesh, at) % held.chunk.ways
+        cuts = [(held.chunk.dim, held.chunk.ways, mine)]
     kinds = ((held.layout.get(a), a) for a in axes)
     cuts += [(kind.dim, held.mesh.size(a), at[a]) for kind, a in kinds if isinstance(kind, Shard)]
     for dim, ways, mine in cuts:
@@ -161,21 +164,19 @@ def _placed(held: Held, axes: tuple[str, ...], at: Mapping[str, int]) -> tuple[B
 def wrap(local: Tensor, param: Param, place: Place) -> Tensor:
     """The rank's part as what the module registers: an nn.Parameter, or a buffer.
 
-    A parameter is a DTensor on the model axes, of class SegmentedDTensor where placements cannot say its rows; so is
-    a sharded buffer. Without model axes, and for other buffers, it is a plain tensor. A parameter that data ranks
-    share out is a DTensor on the data and the model axes.
+    A parameter is a DTensor on its own axes, of class SegmentedDTensor where placements cannot say its rows; so is a
+    sharded buffer. Without such axes, and for other buffers, it is a plain tensor. A parameter that data ranks share
+    out is a DTensor on all axes.
     """
-    held = held_of(param, place.mesh)
-    spread = {a for a, _ in held.layout.shards()}
-    assert not any(place.mesh.is_summed(a) and place.mesh.size(a) > 1 for a in spread), param.name
+    held, own = held_of(param, place.mesh), place.own_axes(param)
     is_parameter = param.kind == "parameter"
     if param.chunk is not None:
         out = on_mesh(local, param, *spread_over(param, place, param.chunk.ways))
         restore_class(out, param, place)
         return out
-    if not place.model_axes or not (is_parameter or held.shards):
+    if not own or not (is_parameter or held.shards):
         return nn.Parameter(local, requires_grad=param.trainable) if is_parameter else local
-    out = on_mesh(local, param, place.submesh, placements_of(param, place))
+    out = on_mesh(local, param, place.submesh(own), placements_of(param, place))
     restore_class(out, param, place)
     return out
 
@@ -191,7 +192,7 @@ def on_mesh(local: Tensor, param: Param, mesh: DeviceMesh, placements: tuple[Pla
 def restore_class(x: Tensor, param: Param, place: Place) -> None:
     """Give a DTensor of a parameter with segmented rows its class, after an engine made it anew."""
     held = held_of(param, place.mesh)
-    if isinstance(x, DTensor) and not is_plain(held, place.model_axes):
+    if isinstance(x, DTensor) and not is_plain(held, place.own_axes(param)):
         if isinstance(x, nn.Parameter) and param.spec.is_float:
             keep_class(x, held, place.axes)
         else:

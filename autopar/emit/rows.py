@@ -50,13 +50,20 @@ class Held:
     @property
     def shards(self) -> tuple[str, ...]:
         """The axes that shard the tensor and have more than one rank, in mesh order."""
-        over = {a for a, _ in self.layout.shards()} | set(self.mesh.summed_axes if self.chunk else ())
+        over = {a for a, _ in self.layout.shards()} | set(self.sharing)
         return tuple(a for a in self.mesh.names if a in over and self.mesh.size(a) > 1)
 
     @property
     def copies(self) -> int:
         """How many ranks along ``shards`` hold the same part."""
-        return self.mesh.summed_size // self.chunk.ways if self.chunk else 1
+        return math.prod(self.mesh.size(a) for a in self.sharing) // self.chunk.ways if self.chunk else 1
+
+    @property
+    def sharing(self) -> tuple[str, ...]:
+        """The axes along which ranks share out what the layout gives to each."""
+        if self.chunk is None:
+            return ()
+        return self.mesh.summed_axes if self.chunk.axes is None else self.chunk.axes
 
     def rows(self, at: Mapping[str, int]) -> tuple[tuple[Run, ...], ...]:
         """For each dim, the runs that the rank at ``at`` holds, in the order of its local tensor."""
@@ -65,7 +72,7 @@ class Held:
             return found
         dim, ways = self.chunk.dim, self.chunk.ways
         shares = chunk_sizes(sum(n for _, n in found[dim]), ways)
-        mine = data_index(self.mesh, at) % ways
+        mine = index_over(self.sharing, self.mesh, at) % ways
         kept = tuple(_clipped(found[dim], sum(shares[:mine]), shares[mine]))
         return (*found[:dim], kept, *found[dim + 1 :])
 
@@ -74,10 +81,10 @@ class Held:
         return tuple(sum(n for _, n in runs) for runs in self.rows(at))
 
 
-def data_index(mesh: Mesh, at: Mapping[str, int]) -> int:
-    """The rank's place over the axes that gradients are summed over, row-major in mesh order."""
+def index_over(axes: Iterable[str], mesh: Mesh, at: Mapping[str, int]) -> int:
+    """The rank's place over some axes, row-major in mesh order."""
     index = 0
-    for axis in mesh.summed_axes:
+    for axis in axes:
         index = index * mesh.size(axis) + at[axis]
     return index
 

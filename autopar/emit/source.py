@@ -73,11 +73,17 @@ class Model(nn.Module):
         loss = self(*inputs)[LOSS]
         loss.backward()
         total = loss.detach().clone()
-        for tensor in [total, *(p.grad for p in self.parameters() if p.grad is not None)]:
+        grads = [(p.grad, cut_over(name)) for name, p in self.named_parameters() if p.grad is not None]
+        for tensor, cut in [(total, set()), *grads]:
             for axis in SUMMED_AXES:
-                if self.axes[axis].size > 1:
+                if self.axes[axis].size > 1 and axis not in cut:
                     tensor.copy_(all_reduce_invariant(tensor, self.axes[axis]))
         return total
+
+
+def cut_over(name):
+    """The axes that share a parameter out."""
+    return {axis for shards in CUTS.get(name, {}).values() for axis, _ in shards}
 
 
 def made_up(shape, dtype, generator):
@@ -186,6 +192,7 @@ _ALWAYS = (
     "from torch.distributed.device_mesh import init_device_mesh",
     "from autopar.runtime.axis import Axis",
     "from autopar.runtime.collectives import all_reduce_invariant",
+    "from autopar.runtime.load import Loads",
     "from autopar.runtime.random import Streams",
 )
 
@@ -219,6 +226,8 @@ def _plain(name: str) -> str:
 def _given(argument: Argument, path: str) -> str:
     if argument.kind == "param":
         return f"self.table[{argument.name!r}]"
+    if argument.name == "load" and argument.kind == "handle":
+        return f"Loads().at({path!r})"
     if argument.kind == "handle":
         return f"self.streams.at({path!r})" if argument.name == "rng" else f"self.axes[{argument.name!r}]"
     return argument.name

@@ -10,13 +10,14 @@ from autopar.cost.communication import seconds as conversion_seconds
 from autopar.cost.compute import node_cost
 from autopar.cost.compute import seconds as compute_seconds
 from autopar.cost.hardware import Hardware
+from autopar.ir import ops
 from autopar.ir.layout import Shard, Type
 from autopar.ir.mesh import Mesh
 from autopar.rules.relation import Assignment
 from autopar.solve.flow import Flow
 
 MICRO = 1e6
-UNEVEN = 1.02  # an uneven shard waits for its longest piece
+UNEVEN = 1.02  # an uneven shard waits for its longest piece, and experts for those that are chosen most
 LOCAL = 1e-3  # µs: a conversion that moves nothing is not free, or ties would add it at random
 
 
@@ -32,7 +33,8 @@ def op_prices(flow: Flow, hardware: Hardware, ways: int) -> Callable[[fx.Node, A
         shards = [t for t in (*a.inputs, *a.outputs) if isinstance(t, Shard)]
         if not shards:
             return whole(node)
-        return whole(node) / ways * (1.0 if all(s.even for s in shards) else UNEVEN)
+        chosen = node.target is ops.experts and isinstance(a.inputs[3], Shard) and a.inputs[3].dim == 0
+        return whole(node) / ways * (1.0 if all(s.even for s in shards) and not chosen else UNEVEN)
 
     return price
 

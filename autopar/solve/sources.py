@@ -16,7 +16,7 @@ PRODUCTS = frozenset(
         aten.linear.default, aten.addmm.default, aten.mm.default, aten.bmm.default, aten.baddbmm.default,
         aten.mv.default,
         aten.matmul.default, aten.convolution.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
-        aten.embedding.default,
+        aten.embedding.default, ops.experts,
     }
 )  # fmt: skip
 MOVES = frozenset(

@@ -18,29 +18,30 @@ def check_engine(program: Program, after: str = "") -> None:
     for why in _faults(program, program.engine):
         raise AutoparError("engine-units", why + where, FIX)
     for param in program.params.values():
-        for axis in program.engine.axes:
-            if (
-                param.kind == "parameter"
-                and param.trainable
-                and param.layout is not None
-                and param.layout.get(axis) != R
-            ):
+        for axis in _summed(program, param):
+            if param.kind == "parameter" and param.trainable and param.layout and param.layout.get(axis) != R:
                 why = f"{param.name}: {param.layout.get(axis)} on {axis}, where the engine sums its gradient"
                 raise AutoparError("double-reduction", why + where, FIX)
 
 
+def _summed(program: Program, param: Param) -> tuple[str, ...]:
+    """The axes over which the engine, or the reader, sums the parameter's gradient."""
+    assert program.engine is not None
+    return next((g.axes for g in program.engine.groups if param.name in g.names), param.summed_over(program.mesh))
+
+
 def _faults(program: Program, engine: Engine) -> Iterator[str]:
     held = Counter(name for group in engine.groups for name in group.names)
-    model = [
-        a for a, n in program.mesh.axes if n > 1 and not program.mesh.is_summed(a) and program.mesh.base(a) != "pp"
-    ]
-    must = bool(engine.axes) and (engine.stage > 0 or len(model) <= 2)
+    mesh, ways = program.mesh, {n: g.ways for g in engine.groups for n in g.names}
     for name, param in program.params.items():
+        summed = param.summed_over(mesh)
+        model = [a for a, n in mesh.axes if n > 1 and a not in summed and mesh.base(a) != "pp"]
+        must = bool(summed) and (engine.stage > 0 or len(model) <= 2)
         wanted = 1 if must and can_manage(param) else 0
         if held[name] != wanted and (wanted or held[name]):
             yield f"{name}: in {held[name]} groups of the engine, expected {wanted}"
-        if (param.chunk is not None) != (engine.ways > 1 and held[name] > 0):
-            yield f"{name}: {'shared out' if param.chunk else 'not shared out'} over {engine.ways} data ranks"
+        if (param.chunk is not None) != (ways.get(name, 1) > 1):
+            yield f"{name}: {'shared out' if param.chunk else 'not shared out'} over {ways.get(name, 1)} data ranks"
     paths, users = paths_of(program), users_of(program)
     for group in engine.groups:
         yield from _group_faults(program, group, paths, users)

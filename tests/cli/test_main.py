@@ -182,7 +182,7 @@ def test_dump_of_a_real_model_names_every_pass(capsys):
     assert main(["dump", "hf:llama-tiny", "--mesh", "dp=2,tp=2", "--after-each", "--rank", "1"]) == 0
     out = capsys.readouterr().out
     named = [line.removeprefix("==== after ") for line in out.splitlines() if line.startswith("====")]
-    passes = ["data-parallel", "tensor-parallel", "context-parallel", "reshard", "localize"]
+    passes = ["data-parallel", "expert-parallel", "tensor-parallel", "context-parallel", "reshard", "localize"]
     assert named == ["trace", *passes]
     assert "program LOCAL on mesh dp=2,tp=2 (4 ranks) at dp=0, tp=1" in out
 

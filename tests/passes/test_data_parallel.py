@@ -45,11 +45,11 @@ def test_uneven_rows_are_shares_of_the_batch():
     assert x.meta["layout"]["dp"] == Shard(0, (Piece(6, 6, 1, (3, 1, 2)),))
 
 
-def test_two_data_axes_share_the_rows_in_mesh_order():
-    program = planned("mlp", "dp=2,ep=2", "data-parallel,reshard")
+def test_rows_of_dp_are_those_of_several_ranks_of_ep():
+    program = run(traced("mlp", "dp=2,ep=2", (2, 2, 2, 2)), "data-parallel")
     x = next(n for n in program.graph.nodes if "input" in n.meta)
     assert x.meta["layout"]["dp"] == Shard(0, (Piece(8, 2, 4),))
-    assert x.meta["layout"]["ep"] == Shard(0, (Piece(8, 2, 2),))
+    assert [a for a, _ in x.meta["layout"].types] == ["dp"]
 
 
 def test_uneven_rows_on_two_axes_are_refused():

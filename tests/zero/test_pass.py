@@ -21,6 +21,7 @@ from tests.conftest import Golden
 from tests.passes.models import traced
 
 LOCAL = "data-parallel,tensor-parallel,reshard,localize"
+DEFAULT = "data-parallel,expert-parallel,tensor-parallel,context-parallel,reshard,localize"
 GOLDENS = {
     "zero/mlp": ("Weights in quarters: tp cuts one dim, data ranks dim 0.", "mlp", "dp=2,tp=2", "zero{stage=3}"),
     "zero/copies": ("Two copies of shards over two ranks.", "tied", "dp=4", "zero{stage=2 shard=2}"),
@@ -69,7 +70,7 @@ def test_text_round_trip(zero: Zero, policy: str) -> None:
     ],
 )
 def test_a_strategy_is_its_pipeline(strategy: str, tail: str) -> None:
-    assert autopar.Strategy.of(strategy).pipeline == LOCAL + tail
+    assert autopar.Strategy.of(strategy).pipeline == DEFAULT + tail
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,8 @@ def whole(program: Program) -> None:
 
 
 def cut(program: Program) -> None:
-    program.engine = replace(engine(program), ways=1)
+    groups = tuple(replace(g, ways=1) for g in engine(program).groups)
+    program.engine = replace(engine(program), ways=1, groups=groups)
     program.params[first(program)] = replace(program.params[first(program)], chunk=Chunk(0, 2))
 
 
