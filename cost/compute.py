@@ -107,6 +107,10 @@ def node_cost(node: fx.Node, shapes: Shapes = global_values) -> NodeCost:
         return FREE
     if node.target in ATTENTIONS:
         return _attention(node, shapes)
+    if node.target is ops.experts:
+        from autopar.cost.experts import cost  # which is made of the costs here
+
+        return cost(node, shapes)
     formula = _MATMULS.get(op_name(node))
     return formula(node, shapes) if formula else _memory(node, shapes)
 

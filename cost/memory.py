@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.cost import experts
 from autopar.cost.communication import collectives
 from autopar.cost.compute import (
     ATTENTIONS,
@@ -122,6 +123,8 @@ def saved(node: fx.Node, shapes: Shapes) -> Saved:
     name, inputs = op_name(node), tensor_args(node)
     if name == "dropout":
         return Saved(extra=_first(node, shapes).numel)
+    if node.target is ops.experts:
+        return Saved(tuple(inputs[1:3]), experts.kept(node, shapes))
     if node.target in (ops.token_loss, loss.token_loss):
         # log-softmax of the logits, as F.cross_entropy keeps it.
         return Saved((inputs[1],), _first(inputs[0], shapes).bytes)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from autopar.cost import communication, compute, memory
+from autopar.cost import communication, compute, experts, memory
 from autopar.cost.communication import Link
 from autopar.cost.compute import Shapes, differentiable, node_cost
 from autopar.cost.hardware import Hardware
@@ -129,6 +129,8 @@ def _bill(
         cost = node_cost(node, shapes)
         if cost.kind == "free":
             continue
+        if node.target is ops.experts:
+            _travel(bill, node, shapes, sizes, links, training)
         seconds = compute.seconds(cost, hardware, work_dtype(node))
         bill.flops[0] = bill.flops[0] + cost.flops
         bill.seconds[0] = bill.seconds[0] + seconds[0]
@@ -136,6 +138,22 @@ def _bill(
             bill.flops[1] = bill.flops[1] + cost.backward_flops
             bill.seconds[1] = bill.seconds[1] + seconds[1]
     return bill
+
+
+def _travel(
+    bill: _Bill, node: fx.Node, shapes: Shapes, sizes: Sizes, links: Mapping[str, Link], training: bool
+) -> None:
+    """Rows of a layer of experts that go to their experts and come back, the same in the backward."""
+    found = experts.travel(node, shapes)
+    if found is None or sizes[found[0]] == 1:
+        return
+    axis, *ways = found
+    for local in ways:
+        whole = local * sizes[axis]
+        sent = communication.collective_bytes("all_to_all", whole, sizes[axis])
+        seconds = communication.collective_seconds("all_to_all", whole, sizes[axis], links[axis])
+        for when in (FORWARD, BACKWARD) if training and differentiable(node) else (FORWARD,):
+            bill.send((axis, "all_to_all", when), 1, sent, seconds)
 
 
 def _convert(bill: _Bill, node: fx.Node, sizes: Sizes, links: Mapping[str, Link], training: bool) -> None:

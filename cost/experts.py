@@ -1,0 +1,98 @@
+"""What a layer of experts costs one rank, routing balanced: its products, what it keeps, the rows that travel."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from torch import fx
+
+from autopar.cost.compute import NodeCost, Shapes, Value, differentiable, is_view
+from autopar.cost.symbols import Number, product, ratio
+from autopar.ir.program import Spec, tensor_args
+from autopar.rules.arguments import arguments
+from autopar.rules.experts import exchange_axis, inside
+
+
+@dataclass(frozen=True)
+class Rows:
+    """An ``ops.experts`` node as one rank runs it.
+
+    Args:
+        count: rows that its experts compute: one for each token and choice, where routing is balanced.
+        share: the part that it holds of each of its experts.
+        hidden, out: widths of a row, before and after.
+        itemsize: bytes of an element.
+        params: its stacked parameters.
+    """
+
+    count: Number
+    share: Number
+    hidden: Number
+    out: Number
+    itemsize: int
+    params: tuple[Value, ...]
+
+    @staticmethod
+    def of(node: fx.Node, shapes: Shapes) -> "Rows":
+        """From the node and what a rank has of its values."""
+        hidden, index, _, *given = (_value(n, shapes) for n in tensor_args(node))
+        specs = [n.meta["spec"] for n in tensor_args(node)[3:]]
+        largest = max(range(len(specs)), key=lambda i: prod(specs[i].shape))
+        local, whole = given[largest], specs[largest].shape
+        count = product(index.shape)
+        if exchange_axis(node) is None:
+            count = ratio(count * local.shape[0], whole[0])
+        inner = ratio(product(local.shape[1:]), prod(whole[1:]))
+        out = _value(node, shapes).shape[-1]
+        return Rows(count, inner, hidden.shape[-1], out, hidden.dtype.itemsize, tuple(given))
+
+    @property
+    def flops(self) -> Number:
+        """Of the products, forward."""
+        return sum(2 * self.count * product(p.shape[1:]) for p in self.params if len(p.shape) > 2)
+
+
+def _value(node: fx.Node, shapes: Shapes) -> Value:
+    value = shapes(node)[0]
+    assert value is not None, node
+    return value
+
+
+def _widths(node: fx.Node) -> Iterator[int]:
+    """Of what one row becomes on its way through an expert, whole."""
+    known = arguments(node)
+    params = tuple(p.meta["spec"] for p in known["params"])
+    graph = inside(known["body"], known["hidden"].meta["spec"], params)
+    for op in graph.ops:
+        spec = op.meta["spec"]
+        if isinstance(spec, Spec) and not is_view(op):
+            yield prod(spec.shape[1:])
+
+
+def cost(node: fx.Node, shapes: Shapes) -> NodeCost:
+    """Grouped products of rows with the parameters of their experts; rows are sorted before and put back after."""
+    rows = Rows.of(node, shapes)
+    inside_bytes = sum(rows.count * ratio(w, 1) * rows.share * rows.itemsize * 2 for w in _widths(node))
+    sorting = 2 * rows.count * (rows.hidden + rows.out) * rows.itemsize
+    moved = inside_bytes + sorting + sum(p.bytes for p in rows.params)
+    matrices = [p for p in rows.params if len(p.shape) > 2]
+    widest = max(matrices, key=lambda p: float(prod(1 if not isinstance(n, int) else n for n in p.shape)))
+    dims = (ratio(rows.count, widest.shape[0]), widest.shape[1], widest.shape[2])
+    times = 2 if differentiable(node) else 0
+    return NodeCost(rows.flops, moved, times * rows.flops, times * moved, "matmul", dims)
+
+
+def kept(node: fx.Node, shapes: Shapes) -> Number:
+    """Bytes that autograd keeps besides the node's inputs: rows as sorted, what they become, and results."""
+    rows = Rows.of(node, shapes)
+    inner = sum(rows.count * ratio(w, 1) * rows.share for w in _widths(node))
+    return (inner + rows.count * (rows.hidden + rows.out)) * rows.itemsize
+
+
+def travel(node: fx.Node, shapes: Shapes) -> tuple[str, Number, Number] | None:
+    """The axis along which rows travel, and the bytes of a rank's rows there and back; None where none do."""
+    axis = exchange_axis(node)
+    if axis is None:
+        return None
+    rows = Rows.of(node, shapes)
+    return axis, rows.count * rows.hidden * rows.itemsize, rows.count * rows.out * rows.itemsize
