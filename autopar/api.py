@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar.checkpoint.live import Peers
 from autopar.checkpoint.safetensors import Weights, read_or_make
 from autopar.compile import Compiler, check_axes, uncollected
+from autopar.emit.across import Across
 from autopar.emit.deferred import Deferred
 from autopar.emit.module import ParallelModule
 from autopar.emit.params import Place, initialise
@@ -73,14 +74,15 @@ def parallelize(
     peers, where = Peers(agreement, rank), torch.device(device) if device is not None else None
     heart = start(agreement.group, agreement.ranks, peers.gather, heartbeat)
 
-    def make(params: Mapping[str, Param], constants: Mapping[str, Tensor], place: Place) -> dict[str, Tensor]:
+    def make(every: Mapping[str, Param], constants: Mapping[str, Tensor], across: Across) -> dict[str, Tensor]:
+        params, place = across.held(), across.place
         if weights is None or (where is not None and where.type == "meta"):
             return initialise(model, params, place, constants, where, seed)
         return peers.agreed(
             "weights",
             lambda: read_or_make(
-                Weights.of(weights), model, params, place, where,
-                lambda rest: initialise(model, rest, place, constants, where, seed),
+                Weights.of(weights), model, every, place, where,
+                lambda rest: initialise(model, rest, place, constants, where, seed), params,
             ),
         )  # fmt: skip
 
@@ -89,7 +91,7 @@ def parallelize(
     def build(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ParallelModule:
         first = compiler.example(args, kwargs, model.training)
         place = Place.of(first.program.mesh, over) if over is not None else Place.alone(first.program.mesh)
-        tensors = make(first.program.params, first.constants, place)
+        tensors = make(first.program.params, first.constants, Across.of(first.program, place))
         compiler.model = hollow or blueprint(model)
         module = ParallelModule(compiler, first.program, place, tensors, {**place.axes, "rng": Streams(seed)})
         mirror(module, model)

@@ -56,7 +56,7 @@ class DataParallel(Pass):
                 "uneven-rows", f"rows per data rank are {program.rows}, uneven over {' and '.join(axes)}",
                 "give every data rank as many rows, or use one data axis",
             )  # fmt: skip
-        _check_microbatches(program)
+        check_microbatches(program)
         if axes and program.rows and sum(program.rows) < 2:
             raise AutoparError(
                 "few-rows", f"{sum(program.rows)} rows in all for {program.mesh.data_size} data ranks",
@@ -128,7 +128,7 @@ def batch_dim(program: Program, flow: Flow, v: int) -> int | None:
     return program.inputs[value.key[0].meta["input"]].batch_dim if value.role == "input" else None
 
 
-def _check_microbatches(program: Program) -> None:
+def check_microbatches(program: Program) -> None:
     """Every data rank's rows divide into the microbatches. Raises AutoparError ``microbatch-rows``."""
     count = program.mesh.microbatches
     if count > 1 and program.rows and (len(set(program.rows)) > 1 or program.rows[0] % count):

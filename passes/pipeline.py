@@ -12,6 +12,7 @@ from autopar.passes.base import Context, Pass
 from autopar.passes.context_parallel import ContextParallel
 from autopar.passes.data_parallel import DataParallel
 from autopar.passes.localize import Localize
+from autopar.passes.pipeline_parallel import PipelineParallel
 from autopar.passes.recompute import Recompute
 from autopar.passes.reshard import Reshard
 from autopar.passes.tensor_parallel import TensorParallel
@@ -19,7 +20,8 @@ from autopar.passes.zero import Zero
 from autopar.verify import check_program
 
 PASSES: dict[str, type[Pass]] = {
-    p.name: p for p in (DataParallel, TensorParallel, ContextParallel, Reshard, Localize, Zero, Recompute)
+    p.name: p
+    for p in (DataParallel, TensorParallel, ContextParallel, Reshard, PipelineParallel, Localize, Zero, Recompute)
 }
 
 
