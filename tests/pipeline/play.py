@@ -22,9 +22,10 @@ def rows(given: dict[str, Tensor], mesh: str) -> dict[str, Tensor]:
     return {n: t.tensor_split(sizes.data_size)[index].clone() for n, t in given.items()}
 
 
-def trained(name: str, mesh: str, strategy: str, compiled: bool = False) -> dict[str, Any]:
+def trained(name: str, mesh: str, strategy: str, compiled: bool = False, single: bool = False) -> dict[str, Any]:
     """Losses, first gradients and norm, parameters after two steps, and the loss of a pass without gradients."""
-    pm = autopar.parallelize(model(name), mesh, kwargs=rows(batch(name), mesh), strategy=strategy)
+    m = model(name).float() if single else model(name)
+    pm = autopar.parallelize(m, mesh, kwargs=rows(batch(name), mesh), strategy=strategy)
     if compiled:
         pm.compile(backend="aot_eager")
     found: dict[str, Any] = {"losses": [], "held": [n for n, _ in pm.named_parameters()]}
