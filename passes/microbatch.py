@@ -66,7 +66,7 @@ def _place(program: Program, flow: Flow, value: int) -> int:
         (i for i, n in enumerate(nodes) if (n is node or n.args[:1] == (node,)) and _stands_for(flow, n, value)), None
     )
     if at is None or _reads_parameters(nodes[at]):
-        raise coupled(node)
+        raise coupled(flow, value)
     return at
 
 
