@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.checkpoint.live import Peers
 from autopar.checkpoint.safetensors import Weights, read_or_make
-from autopar.compile import Compiler, check_axes, uncollected
+from autopar.compile import Compiler, uncollected
+from autopar.emit.across import Across
 from autopar.emit.deferred import Deferred
 from autopar.emit.module import ParallelModule
 from autopar.emit.params import Place, initialise
@@ -62,7 +63,6 @@ def parallelize(
     """
     strategy = Strategy.of(strategy)
     sizes, over = resolve(mesh, next((p.device.type for p in model.parameters()), "cpu"))
-    check_axes(sizes)
     agreement = Agreement.over(sizes, tuple(over.mesh.flatten().tolist()) if over is not None else (0,))
     rank = agreement.ranks.index(dist.get_rank()) if over is not None else 0
     hollow = blueprint(model) if any(p.is_meta for p in model.parameters()) else None
@@ -73,14 +73,15 @@ def parallelize(
     peers, where = Peers(agreement, rank), torch.device(device) if device is not None else None
     heart = start(agreement.group, agreement.ranks, peers.gather, heartbeat)
 
-    def make(params: Mapping[str, Param], constants: Mapping[str, Tensor], place: Place) -> dict[str, Tensor]:
+    def make(every: Mapping[str, Param], constants: Mapping[str, Tensor], across: Across) -> dict[str, Tensor]:
+        params, place = across.held(), across.place
         if weights is None or (where is not None and where.type == "meta"):
             return initialise(model, params, place, constants, where, seed)
         return peers.agreed(
             "weights",
             lambda: read_or_make(
-                Weights.of(weights), model, params, place, where,
-                lambda rest: initialise(model, rest, place, constants, where, seed),
+                Weights.of(weights), model, every, place, where,
+                lambda rest: initialise(model, rest, place, constants, where, seed), params,
             ),
         )  # fmt: skip
 
@@ -89,7 +90,7 @@ def parallelize(
     def build(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ParallelModule:
         first = compiler.example(args, kwargs, model.training)
         place = Place.of(first.program.mesh, over) if over is not None else Place.alone(first.program.mesh)
-        tensors = make(first.program.params, first.constants, place)
+        tensors = make(first.program.params, first.constants, Across.of(first.program, place))
         compiler.model = hollow or blueprint(model)
         module = ParallelModule(compiler, first.program, place, tensors, {**place.axes, "rng": Streams(seed)})
         mirror(module, model)

@@ -19,6 +19,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.mesh import TIME, Mesh
 from autopar.ir.program import Program
 from autopar.passes.base import Context
+from autopar.passes.choices import microbatches_of, passes_of
 from autopar.passes.microbatch import microbatch
 from autopar.passes.pipeline import Record, parse, run
 from autopar.passes.zero import Zero
@@ -77,7 +78,6 @@ def lower(
 
     ``loss_only``: that of a training step, which makes no output that nobody reads, where the model has a loss.
     """
-    check_axes(mesh)
     strategy = Strategy.of(strategy)
     traced = trace_in(
         precision_of(strategy), model, args, kwargs,
@@ -90,7 +90,10 @@ def lower(
     if after == "trace":
         return program
     context = Context(load(strategy.hardware), strict=strategy.strict)
-    for p in parse(strategy.pipeline):
+    steps, why = microbatches_of(strategy, program)
+    if mesh.size("pp") > 1:
+        program = replace(program, notes=(*program.notes, *why))
+    for p in passes_of(strategy, mesh, steps):
         context.at = program.mesh.coordinates(rank)
         program = run(program, [p], context)
         if on_pass:
@@ -129,16 +132,6 @@ def _lowered(x: Any) -> Any:
     return x.to(torch.bfloat16) if isinstance(x, Tensor) and x.dtype == torch.float32 else x
 
 
-def check_axes(mesh: Mesh) -> None:
-    """Raises AutoparError ``unsupported-axis`` for axes whose passes are not there yet."""
-    for axis, size in mesh.axes:
-        if size > 1 and mesh.base(axis) in ("pp",):
-            raise AutoparError(
-                "unsupported-axis", f"mesh {mesh}: this version has no pass for {axis}, {axis}={size} is asked for",
-                "use dp, ep, cp and tp axes",
-            )  # fmt: skip
-
-
 class Compiler:
     """Compiles each way of calling a model once, keeping the parameters' layouts from the first.
 
@@ -169,6 +162,7 @@ class Compiler:
         self.traces: dict[Any, Traced] = {}
         self.pinned: dict[str, Layout] = {}
         self.pinned_mesh: Mesh | None = None
+        self.pinned_stages: dict[str, tuple[int, ...]] = {}
         self.modes: Callable[[], Mapping[str, bool]] | None = None  # train or eval of each module, by path
         self.said: set[str] = set()
 
@@ -241,18 +235,33 @@ class Compiler:
         return self.traces[key]
 
     def _compile(self, traced: Traced, loss_only: bool) -> Variant:
+        """With as many microbatches as the user chose; with one, if the user chose none and they are coupled."""
+        program = only_loss(traced.program) if loss_only else traced.program
+        steps, notes = microbatches_of(self.strategy, program)
+        try:
+            return self._planned(traced, program, loss_only, steps, notes)
+        except AutoparError as error:
+            if error.slug != "batch-coupled-loss" or self.strategy.microbatches is not None:
+                raise
+            return self._planned(traced, program, loss_only, 1, (f"1 microbatch: {error.message}",))
+
+    def _planned(
+        self, traced: Traced, program: Program, loss_only: bool, steps: int, notes: tuple[str, ...]
+    ) -> Variant:
         context = Context(load(self.strategy.hardware), self.pinned, self.strategy.strict, mesh=self.pinned_mesh)
-        program, prologue = only_loss(traced.program) if loss_only else traced.program, None
-        if loss_only and self.strategy.microbatches > 1:
-            split = microbatch(program, self.strategy.microbatches, context)
+        context.stages, prologue = self.pinned_stages, None
+        if loss_only and steps > 1:
+            split = microbatch(program, steps, context)
             program, prologue = split.main, split.prologue
+        if loss_only:
+            program = replace(program, notes=(*program.notes, *notes))
         before = None
         if prologue is not None:
             early = Context(context.hardware, at=self.at(traced.program.mesh))
             before = run(prologue, "data-parallel,expert-parallel,reshard", early)
             prologue = run(before, "localize", early)
         records: list[Record] = []
-        passes = parse(self.strategy.pipeline)
+        passes = passes_of(self.strategy, self.mesh, steps if loss_only else 0)
         local = next((i for i, p in enumerate(passes) if p.name == "localize"), len(passes))
         planned = run(program, passes[:local], context, records=records)
         context.at = self.at(planned.mesh)
@@ -262,6 +271,8 @@ class Compiler:
             if param.layout is not None and param.kind != "constant":
                 held = Layout(tuple((a, t) for a, t in param.layout.types if a != TIME))
                 assert self.pinned.setdefault(name, held) == held, name
+            if param.stages:
+                self.pinned_stages[name] = param.stages
         self.pinned_mesh = replace(program.mesh, microbatches=1)
         plans = (planned,) if before is None else (before, planned)
         return Variant(program, traced.structure, traced.constants, plans, records, prologue)
@@ -273,7 +284,8 @@ class Compiler:
         except Exception as error:
             self._report(error)
             raise
-        self.agree(fingerprint(*(t for p in made.plans for t in (plan_text(p), *map(str, p.params.values())))), None)
+        parts = (t for p in made.plans for t in (plan_text(p), *map(str, p.params.values()), str(p.stages)))
+        self.agree(fingerprint(*parts), None)
         return made
 
     def _report(self, error: Exception) -> None:
@@ -334,7 +346,8 @@ def plan_text(program: Program) -> str:
     lines = []
     for name, graph in program.graphs():
         lines += [
-            f"{name} {n.format_node() or n.args} {n.meta.get('spec')} {n.meta.get('layout')}" for n in graph.nodes
+            f"{name} {n.format_node() or n.args} {n.meta.get('spec')} {n.meta.get('layout')} {n.meta.get('stage')}"
+            for n in graph.nodes
         ]
     return "\n".join(lines)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from autopar.errors import AutoparError
 
-LATER = ("approximate_microbatches", "schedule", "virtual_stages", "stages")
+LATER = ("approximate_microbatches",)
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,14 @@ class Strategy:
         sequence_parallel: shard positions of norms, residuals and dropouts over ``tp``.
         strict: an op without a rule is an error instead of a warning.
         passes: pipeline text, overriding all other fields.
-        microbatches: parts of a rank's rows that a training step runs one after the other, gradients accumulating.
+        microbatches: parts of a rank's rows that a training step runs one after the other, gradients accumulating. By
+            default one; with a pipeline as many as divide the rows, up to four for each stage.
+        schedule: in which order a pipeline runs them: "gpipe", "1f1b", "interleaved", "zero-bubble", "zbv" or
+            "dualpipev". By default 1f1b, or gpipe where there are fewer microbatches than stages.
+        virtual_stages: stages that each rank of a pipeline runs; by default those that the schedule needs.
+        stages: modules with which the stages of a pipeline begin (the first may be left out); by default they take
+            equally long. As text: ``layers.4+layers.8``.
+        outputs: which ranks of a pipeline get the model's output: "every", or "last", the ones with the last stage.
         hardware: profile whose figures price the choices: "h100", "a100-80g", "cpu", ...
         zero: ZeRO stage over the data axes. From 1 on each data rank keeps 1/N of parameters, gradients and optimizer
             state. 1 reduces gradients once a step, 2 with each microbatch, 3 also gathers parameters unit by unit.
@@ -40,14 +47,15 @@ class Strategy:
     strict: bool = False
     passes: str | None = None
     hardware: str = "h100"
-    microbatches: int = 1
+    microbatches: int | None = None
     zero: int = 0
     zero_shard_size: int | None = None
     prefetch: int | None = None
     approximate_microbatches: bool = False
     schedule: str | None = None
-    virtual_stages: int = 1
+    virtual_stages: int | None = None
     stages: tuple[str, ...] | None = None
+    outputs: str = "every"
     context_parallel: str | None = None
     recompute: str = "none"
     precision: str = "fp32"
@@ -55,8 +63,13 @@ class Strategy:
     expert_capacity: float | None = None
 
     def __post_init__(self) -> None:
-        if self.microbatches < 1:
-            raise AutoparError("bad-strategy", f"microbatches is {self.microbatches}", "at least 1")
+        for name in ("microbatches", "virtual_stages"):
+            if (getattr(self, name) or 1) < 1 or getattr(self, name) == 0:
+                raise AutoparError("bad-strategy", f"{name} is {getattr(self, name)}", "at least 1")
+        if self.outputs not in ("every", "last"):
+            raise AutoparError("bad-strategy", f"outputs is {self.outputs!r}", '"every" or "last"')
+        if isinstance(self.stages, str):
+            object.__setattr__(self, "stages", tuple(self.stages.split("+")))
         later = {f.name: f.default for f in fields(self) if f.name in LATER}
         for name, default in later.items():
             if getattr(self, name) != default:
@@ -69,13 +82,23 @@ class Strategy:
     @property
     def pipeline(self) -> str:
         """The passes, as text."""
+        return self.pipeline_on(False)
+
+    def pipeline_on(self, staged: bool) -> str:
+        """The passes, as text, for a mesh with (``staged``) or without pipeline stages."""
         if self.passes is not None:
             return self.passes
         tensor = "tensor-parallel{sequence}" if self.sequence_parallel else "tensor-parallel"
         kind = "" if self.context_parallel in (None, "auto") else f"{{kind={self.context_parallel}}}"
         axes = ["data-parallel", self._experts, tensor, f"context-parallel{kind}"]
-        words = [*axes, "reshard", "localize", *self._engine]
+        words = [*axes, "reshard", *self._stages(staged), "localize", *self._engine]
         return ",".join(words)
+
+    def _stages(self, staged: bool) -> list[str]:
+        """The pass that cuts stages; also where the mesh has none but the user speaks of them, which it refuses."""
+        given = {"schedule": self.schedule, "virtual": self.virtual_stages, "stages": "+".join(self.stages or ())}
+        options = " ".join(f"{k}={v}" for k, v in given.items() if v)
+        return [f"pipeline{{{options}}}" if options else "pipeline"] if options or staged else []
 
     @property
     def _experts(self) -> str:
@@ -94,7 +117,8 @@ class Strategy:
         return [f"zero{{{options}}}" if options else "zero", *recompute] if options or recompute else []
 
     def __str__(self) -> str:
-        changed = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        changed = [f"{n}={'+'.join(v) if isinstance(v, tuple) else v}" for n, v in found.items()]
         return ",".join(changed) or "default"
 
     @staticmethod

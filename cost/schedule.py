@@ -103,6 +103,7 @@ _FAMILIES = {
     "dualpipev": _Family("DualPipeV", 2, v=True, full=True),
 }
 NAMES = tuple(_FAMILIES)
+SPLIT = ("zero-bubble", "zbv", "dualpipev")  # those that run the two halves of a backward apart
 
 
 def default_schedule(ranks: int, microbatches: int) -> tuple[str, str]:

@@ -18,6 +18,7 @@ class Context:
         hardware: profile that prices ops and conversions.
         pinned: layouts that parameters already have, by name (a retrace must keep them).
         mesh: the mesh of those layouts, sub-axes included; None where nothing is pinned yet.
+        stages: the pipeline stages that parameters already live in, by name.
         strict: an op without a rule is an error instead of a warning.
         at: coordinates of the rank that ``localize`` lowers for.
         warnings: messages for the user, each said once by the caller.
@@ -28,6 +29,7 @@ class Context:
     strict: bool = False
     at: Mapping[str, int] = field(default_factory=dict)
     mesh: Mesh | None = None
+    stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
 

@@ -56,7 +56,7 @@ class DataParallel(Pass):
                 "uneven-rows", f"rows per data rank are {program.rows}, uneven over {' and '.join(axes)}",
                 "give every data rank as many rows, or use one data axis",
             )  # fmt: skip
-        _check_microbatches(program)
+        check_microbatches(program)
         if axes and program.rows and sum(program.rows) < 2:
             raise AutoparError(
                 "few-rows", f"{sum(program.rows)} rows in all for {program.mesh.data_size} data ranks",
@@ -128,7 +128,7 @@ def batch_dim(program: Program, flow: Flow, v: int) -> int | None:
     return program.inputs[value.key[0].meta["input"]].batch_dim if value.role == "input" else None
 
 
-def _check_microbatches(program: Program) -> None:
+def check_microbatches(program: Program) -> None:
     """Every data rank's rows divide into the microbatches. Raises AutoparError ``microbatch-rows``."""
     count = program.mesh.microbatches
     if count > 1 and program.rows and (len(set(program.rows)) > 1 or program.rows[0] % count):
@@ -153,16 +153,20 @@ def _in_time(diff: bool, src: Type, dst: Type) -> float:
 def _check_in_time(flow: Flow, solution: Solution) -> None:
     for v, src, dst in conversions(flow, solution):
         if _in_time(flow.values[v].diff, src, dst):
-            raise coupled(flow.values[v].key[0])
+            raise coupled(flow, v)
 
 
-def coupled(node: fx.Node) -> AutoparError:
-    """``batch-coupled-loss``: the value of a node takes, or its gradient goes to, several microbatches."""
+def coupled(flow: Flow, value: int) -> AutoparError:
+    """``batch-coupled-loss``: a value takes, or its gradient goes to, several microbatches."""
+    node = flow.values[value].key[0]
     where = node.meta.get("module") or node.name
     line = f" ({node.meta['source']})" if node.meta.get("source") else ""
+    reads = (r.node for g in flow.groups if g.value == value for r in g.reads if r.kind == "op")
+    readers = dict.fromkeys(str(n.meta.get("module") or n.name) for n in reads)
     return AutoparError(
         "batch-coupled-loss",
-        f"{where}{line}: {node.name} couples rows of different microbatches and is not known from inputs alone",
+        f"{where}{line}: {node.name}, read by {', '.join(readers) or 'the output'}, couples rows of different "
+        "microbatches (as statistics of the batch do) and is not known from inputs alone",
         "use microbatches=1",
     )
 

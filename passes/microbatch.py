@@ -15,7 +15,7 @@ from autopar.ir.layout import P, Shard
 from autopar.ir.mesh import TIME
 from autopar.ir.program import Input, Output, Program
 from autopar.passes.base import Context
-from autopar.passes.data_parallel import DataParallel, batch_dim, coupled, start
+from autopar.passes.data_parallel import DataParallel, batch_dim, check_microbatches, coupled, start
 from autopar.rules.arguments import arguments
 from autopar.solve.candidates import relations_of, spread
 from autopar.solve.flow import Flow, flow_of
@@ -38,6 +38,7 @@ def microbatch(program: Program, count: int, context: Context) -> Microbatched:
     parameters (batch statistics, an auxiliary loss over all rows), and ``microbatch-rows`` where rows do not divide.
     """
     program = replace(program, mesh=replace(program.mesh, microbatches=count))
+    check_microbatches(program)
     places = _coupled(program.clone(), context)
     if not places:
         return Microbatched(None, program)
@@ -65,7 +66,7 @@ def _place(program: Program, flow: Flow, value: int) -> int:
         (i for i, n in enumerate(nodes) if (n is node or n.args[:1] == (node,)) and _stands_for(flow, n, value)), None
     )
     if at is None or _reads_parameters(nodes[at]):
-        raise coupled(node)
+        raise coupled(flow, value)
     return at
 
 

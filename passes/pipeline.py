@@ -13,16 +13,17 @@ from autopar.passes.context_parallel import ContextParallel
 from autopar.passes.data_parallel import DataParallel
 from autopar.passes.expert_parallel import ExpertParallel
 from autopar.passes.localize import Localize
+from autopar.passes.pipeline_parallel import PipelineParallel
 from autopar.passes.recompute import Recompute
 from autopar.passes.reshard import Reshard
 from autopar.passes.tensor_parallel import TensorParallel
 from autopar.passes.zero import Zero
 from autopar.verify import check_program
 
-PASSES: dict[str, type[Pass]] = {
-    p.name: p
-    for p in (DataParallel, ExpertParallel, TensorParallel, ContextParallel, Reshard, Localize, Zero, Recompute)
-}
+ORDER: tuple[type[Pass], ...] = (
+    DataParallel, ExpertParallel, TensorParallel, ContextParallel, Reshard, PipelineParallel, Localize, Zero, Recompute,
+)  # fmt: skip
+PASSES: dict[str, type[Pass]] = {p.name: p for p in ORDER}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from autopar.cost.schedule import SPLIT
 from autopar.errors import AutoparError
 from autopar.ir.program import Form, Program
 from autopar.passes.base import Context, Pass
@@ -24,6 +25,7 @@ class Recompute(Pass):
     Communication:
         "full" repeats a block's forward collectives in the backward; "selective" none.
     Limits:
+        Refused with schedules that split the backward.
         What lies outside blocks is never recomputed; a model without equal layers has no block.
     Sources:
         Chen et al., arXiv:1604.06174; Korthikanti et al., arXiv:2205.05198, section 5.
@@ -45,6 +47,11 @@ class Recompute(Pass):
         """See Pass."""
         if not program.blocks and self.policy != "none":
             context.warnings.append(f"recompute={self.policy}: the model has no equal layers, so nothing is recomputed")
+        if program.stages is not None and program.stages.schedule in SPLIT and self.policy != "none":
+            raise AutoparError(
+                "split-backward", f"recompute={self.policy}: schedule {program.stages.schedule} runs a backward in two "
+                "parts, and both would compute again", "use schedule=gpipe, 1f1b or interleaved, or recompute=none",
+            )  # fmt: skip
         for block in program.blocks.values():
             block.recompute = self.policy
         return program

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.checkpoint.pieces import Stored, stored
+from autopar.emit.across import Across
 from autopar.emit.params import Place, held_of
 from autopar.errors import AutoparError
 from autopar.ir.program import Param
@@ -81,31 +82,32 @@ class Live:
 
     Args:
         params: its parameters and persistent buffers by first original name.
-        tensors: for each of them this rank's tensors: one, or one for each tied name where they are kept apart.
+        tensors: for each that this rank holds its tensors: one, or one for each tied name where they are kept apart.
+        across: which ranks of a pipeline hold which.
         streams: the random state; None where the module draws nothing.
     """
 
     params: Mapping[str, Param]
     tensors: Mapping[str, tuple[Tensor, ...]]
-    place: Place
+    across: Across
     streams: Streams | None
     peers: Peers
 
     @staticmethod
-    def of(
-        params: Mapping[str, Param], tables: Mapping[str, Any], place: Place, streams: object, agree: object
-    ) -> "Live":
+    def of(across: Across, tables: Mapping[str, Any], streams: object, agree: object) -> "Live":
         """From a module's parts. Collective where a group of CPU tensors must be made.
 
         Args:
             tables: for each name (module, table, key), as ``emit.units.Skeleton.tables``.
             agree: the compiler's Agreement; one is made where it is none.
         """
+        place, params = across.place, across.params
         kept = {n: p for n, p in params.items() if p.kind == "parameter" or (p.kind == "buffer" and p.persistent)}
         tensors = {}
         for name, param in kept.items():
-            found = [tables[n][1][tables[n][2]] for n in (name, *param.tied)]
-            tensors[name] = tuple({id(x): x for x in found}.values())
+            if across.holds(param):
+                found = [tables[n][1][tables[n][2]] for n in (name, *param.tied)]
+                tensors[name] = tuple({id(x): x for x in found}.values())
         rank = 0
         for axis, size in place.mesh.axes:
             rank = rank * size + place.at[axis]
@@ -113,9 +115,18 @@ class Live:
             over = place.over
             agree = Agreement.over(place.mesh, (0,) if over is None else tuple(over.mesh.flatten().tolist()))
         drawn = streams if isinstance(streams, Streams) else None
-        return Live(kept, tensors, place, drawn, Peers(agree, rank))
+        return Live(kept, tensors, across, drawn, Peers(agree, rank))
+
+    @property
+    def place(self) -> Place:
+        """Where this rank is."""
+        return self.across.place
 
     def stored(self) -> dict[str, Stored]:
-        """Every tensor, by first original name."""
-        held = {n: held_of(p, self.place.mesh) for n, p in self.params.items()}
-        return {n: stored(self.tensors[n][0], held[n], self.place, n) for n in self.params}
+        """Every tensor that this rank holds, by first original name."""
+        held = {n: held_of(self.params[n], self.place.mesh) for n in self.tensors}
+        return {n: stored(x[0], held[n], self.place, n, self.holders(n)) for n, x in self.tensors.items()}
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """The coordinates along the pipeline of the ranks that hold a tensor."""
+        return self.across.holders(self.params[name])

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from autopar.checkpoint.folder import TRAINING, fault, find
 from autopar.checkpoint.live import Live
 from autopar.checkpoint.mismatch import Mismatch
-from autopar.checkpoint.optimizer import PREFIX, Prepared, prepare
+from autopar.checkpoint.optimizer import PREFIX, Prepared, names_of, prepare, together
 from autopar.checkpoint.pieces import Stored
 from autopar.emit.params import shard_of
 from autopar.errors import AutoparError
@@ -33,7 +33,9 @@ def load(live: Live, folder: str | os.PathLike[str], optimizer: Optimizer | None
     peers.meet(f"load {os.path.abspath(folder)} cast={cast} optimizer={type(optimizer).__name__}")
     mine = peers.agreed("load", lambda: str(find(folder)) if peers.rank == 0 else "")
     path = Path(peers.gather(mine)[0])
-    plan = peers.agreed("load", lambda: _Plan.of(live, path, optimizer, cast))
+    own = peers.agreed("load", lambda: names_of(optimizer, live) if optimizer is not None else [])
+    everywhere = peers.gather(own) if live.across.stages else [own]
+    plan = peers.agreed("load", lambda: _Plan.of(live, path, optimizer, together(everywhere), cast))
     peers.agreed("load", plan.read)
     with torch.no_grad():
         for found in live.tensors.values():
@@ -57,7 +59,7 @@ class _Plan:
     prepared: Prepared | None
 
     @staticmethod
-    def of(live: Live, path: Path, optimizer: Optimizer | None, cast: bool) -> "_Plan":
+    def of(live: Live, path: Path, optimizer: Optimizer | None, groups: list[list[str]], cast: bool) -> "_Plan":
         why = fault(path)
         if why is not None:
             raise AutoparError("incomplete-checkpoint", f"{path}: {why}", "every rank must see the same file system")
@@ -74,7 +76,7 @@ class _Plan:
         if optimizer is not None:
             if rest["optimizer"] is None:
                 raise AutoparError("no-optimizer-state", f"{path} was saved without an optimizer", "load without one")
-            prepared = prepare(optimizer, live, rest["optimizer"], saved)
+            prepared = prepare(optimizer, live, rest["optimizer"], saved, groups)
             tensors |= prepared.tensors
         return _Plan(reader, metadata, rest, tensors, prepared)
 

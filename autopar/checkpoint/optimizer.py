@@ -93,8 +93,8 @@ def _like(p: Tensor, shape: tuple[int, ...], key: str) -> bool:
 def _stored(value: Tensor, p: Tensor, name: str, key: str, live: Live) -> Stored:
     full = key_of(name, key)
     if _like(p, tuple(value.shape), key) and isinstance(value, DTensor) == isinstance(p, DTensor):
-        return stored(value, held_of(live.params[name], live.place.mesh), live.place, full)
-    return stored_as_placed(value, live.place, full)
+        return stored(value, held_of(live.params[name], live.place.mesh), live.place, full, live.holders(name))
+    return stored_as_placed(value, live.place, full, live.holders(name))
 
 
 @dataclass
@@ -105,19 +105,53 @@ class Prepared:
     commit: Callable[[], None]
 
 
+def names_of(optimizer: Optimizer, live: Live) -> list[list[str]]:
+    """The names of each group's parameters on this rank."""
+    return [names for names, _ in _groups(optimizer, live)]
+
+
+def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """``Collected.rest`` of several ranks, each with its own parameters, as that of all.
+
+    Raises AutoparError ``optimizer-mismatch`` where ranks have other numbers of groups.
+    """
+    groups = together([[g["names"] for g in part["groups"]] for part in parts])
+    out: dict[str, Any] = {"groups": [], "keys": {}, "values": {}}
+    for i, names in enumerate(groups):
+        out["groups"].append({"names": names, "options": parts[0]["groups"][i]["options"]})
+    for part in parts:
+        out["keys"] |= part["keys"]
+        out["values"] |= part["values"]
+    return out
+
+
+def together(parts: list[list[list[str]]]) -> list[list[str]]:
+    """The names of each group over all ranks. Raises AutoparError ``optimizer-mismatch``."""
+    counts = sorted({len(part) for part in parts})
+    if len(counts) > 1:
+        why = f"the optimizers of the ranks have {' and '.join(map(str, counts))} groups"
+        raise AutoparError("optimizer-mismatch", why, "make as many groups on every rank, empty ones too")
+    return [list(dict.fromkeys(n for part in parts for n in part[i])) for i in range(counts[0])]
+
+
 def prepare(
-    optimizer: Optimizer, live: Live, rest: Mapping[str, Any], saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    optimizer: Optimizer,
+    live: Live,
+    rest: Mapping[str, Any],
+    saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    everywhere: list[list[str]],
 ) -> Prepared:
     """Match the optimizer with a saved state. Nothing of it changes before ``commit``, but values of its tensors.
 
     Args:
         rest: as ``Collected.rest``.
+        everywhere: the names of each group over all ranks.
         saved: shape and dtype of the saved tensors by ``key_of``.
 
     Raises:
         AutoparError: ``optimizer-mismatch`` where the groups hold other parameters.
     """
-    pairs = _matched(_groups(optimizer, live), rest["groups"])
+    pairs = _matched(_groups(optimizer, live), everywhere, rest["groups"])
     tensors: dict[str, Stored] = {}
     states: list[tuple[Tensor, dict[str, Any]]] = []
     for names, group, options in pairs:
@@ -150,11 +184,11 @@ def _set(group: dict[str, Any], option: str, value: Any) -> None:
 
 
 def _matched(
-    groups: list[tuple[list[str], dict[str, Any]]], saved: list[dict[str, Any]]
+    groups: list[tuple[list[str], dict[str, Any]]], everywhere: list[list[str]], saved: list[dict[str, Any]]
 ) -> list[tuple[list[str], dict[str, Any], dict[str, Any]]]:
     """(names, group, saved options): the groups of equal sets of names, in whatever order."""
     by_names = {frozenset(s["names"]): s["options"] for s in saved}
-    wanted = {frozenset(names) for names, _ in groups}
+    wanted = {frozenset(names) for names in everywhere}
     if wanted != set(by_names):
         mine, theirs = set().union(*wanted), set().union(*by_names)
         parts = [f"{len(groups)} groups, {len(saved)} in the checkpoint"]
@@ -162,7 +196,7 @@ def _matched(
         parts += [f"only in the checkpoint: {', '.join(sorted(theirs - mine))}"] if theirs - mine else []
         fix = "make the optimizer with the same parameters in the same groups"
         raise AutoparError("optimizer-mismatch", "the optimizer's groups differ: " + "; ".join(parts), fix)
-    return [(names, group, by_names[frozenset(names)]) for names, group in groups]
+    return [(names, group, by_names[frozenset(every)]) for (names, group), every in zip(groups, everywhere)]
 
 
 def _target(

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from autopar.emit.across import AXIS
 from autopar.emit.params import Place, shard_of
 from autopar.emit.rows import Box, Held, boxes
 
@@ -59,26 +60,27 @@ class Stored:
         return box.of_local(self.local.detach())
 
 
-def stored(x: Tensor, held: Held, place: Place, key: str) -> Stored:
+def stored(x: Tensor, held: Held, place: Place, key: str, holders: tuple[int, ...] = ()) -> Stored:
     """A parameter or buffer that is held as ``held`` says, or a tensor of an optimizer that is as large.
 
     Args:
         key: spreads the writing of what several ranks hold over them.
+        holders: coordinates along the pipeline that hold the tensor; all where empty.
     """
     found, local = boxes(held, place.at), shard_of(x)
     assert sum(math.prod(b.sizes) for b in found) == local.numel(), (key, held, tuple(local.shape))
-    return Stored(held.shape, local, found, owned(x, place, key))
+    return Stored(held.shape, local, found, owned(x, place, key, holders))
 
 
-def stored_as_placed(x: Tensor, place: Place, key: str) -> Stored:
+def stored_as_placed(x: Tensor, place: Place, key: str, holders: tuple[int, ...] = ()) -> Stored:
     """Any other tensor: the same on all ranks, or what its placements say."""
     local = shard_of(x)
     if not isinstance(x, DTensor):
-        return Stored(tuple(x.shape), local, (_whole(x),), owned(x, place, key))
+        return Stored(tuple(x.shape), local, (_whole(x),), owned(x, place, key, holders))
     chunks = x.__create_chunk_list__()
     home = (0,) * x.dim()
     found = tuple(Box(tuple(c.offsets), tuple(c.sizes), home) for c in chunks if c.sizes.numel())
-    return Stored(tuple(x.shape), local, found, owned(x, place, key))
+    return Stored(tuple(x.shape), local, found, owned(x, place, key, holders))
 
 
 def _whole(x: Tensor) -> Box:
@@ -86,17 +88,17 @@ def _whole(x: Tensor) -> Box:
     return Box(home, tuple(x.shape), home)
 
 
-def owned(x: Tensor, place: Place, key: str) -> bool:
+def owned(x: Tensor, place: Place, key: str, holders: tuple[int, ...] = ()) -> bool:
     """Whether this rank, of all that hold the same part of ``x``, is the one that writes it."""
     pick = zlib.crc32(key.encode())
-    for coordinate, ways in _copies(x, place):
+    for coordinate, ways in _copies(x, place, holders):
         pick, chosen = divmod(pick, ways)
         if chosen != coordinate:
             return False
     return True
 
 
-def _copies(x: Tensor, place: Place) -> Iterator[tuple[int, int]]:
+def _copies(x: Tensor, place: Place, holders: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """(this rank's coordinate, ranks) along everything that does not change what a rank holds."""
     apart: list[bool] = [False] * len(place.mesh.axes)
     if isinstance(x, DTensor) and place.over is not None:
@@ -108,5 +110,7 @@ def _copies(x: Tensor, place: Place) -> Iterator[tuple[int, int]]:
         ranks = torch.isin(place.over.mesh.contiguous(), x.device_mesh.mesh.contiguous()).nonzero()
         apart = [bool((column != column[0]).any()) for column in ranks.T]
     for (axis, size), covered in zip(place.mesh.axes, apart):
-        if not covered:
+        if axis == AXIS and holders and size > 1:
+            yield holders.index(place.at[axis]), len(holders)
+        elif not covered:
             yield place.at[axis], size

@@ -5,7 +5,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +156,16 @@ class Weights:
         return weights if isinstance(weights, Weights) else Weights(weights)
 
     def read(
-        self, model: nn.Module, params: Mapping[str, Param], place: Place, device: torch.device | None = None
+        self,
+        model: nn.Module,
+        params: Mapping[str, Param],
+        place: Place,
+        device: torch.device | None = None,
+        mine: Container[str] | None = None,
     ) -> dict[str, Tensor]:
         """This rank's parameters and persistent buffers, as ``emit.params.initialise`` gives them.
+
+        ``mine``: names that the rank holds, of those in ``params``; all where None.
 
         Only the rank's own slices are read; a name that is stored under several tied names is compared.
 
@@ -176,6 +183,8 @@ class Weights:
         found = matched(names, wanted, saved, ignored, self.cast, str(self.folder))
         out = {}
         for name, param in kept.items():
+            if mine is not None and name not in mine:
+                continue
             local = self._local(found[name], param, place)
             for other in names[name]:
                 if other in saved and other != found[name] and not torch.equal(local, self._local(other, param, place)):
@@ -210,7 +219,12 @@ def read_or_make(
     place: Place,
     device: torch.device | None,
     make: Callable[[Mapping[str, Param]], dict[str, Tensor]],
+    mine: Mapping[str, Param],
 ) -> dict[str, Tensor]:
-    """Every tensor of the emitted module: what the folder must have is read, the rest is made."""
-    read = weights.read(model, params, place, device)
-    return {**read, **make({n: p for n, p in params.items() if n not in read})}
+    """Every tensor of the emitted module that this rank holds: what the folder must have is read, the rest is made.
+
+    Args:
+        params: of all ranks. mine: of this one.
+    """
+    read = weights.read(model, params, place, device, mine)
+    return {**read, **make({n: p for n, p in mine.items() if n not in read})}

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from autopar.checkpoint.folder import TRAINING, fault, is_step, prune, put, sign, token_of, working, write
 from autopar.checkpoint.live import Live
-from autopar.checkpoint.optimizer import PREFIX, collect
+from autopar.checkpoint.optimizer import PREFIX, collect, joined
 from autopar.checkpoint.pieces import Stored
 from autopar.errors import AutoparError
 
@@ -83,7 +83,11 @@ def save(
     path = Path(os.path.abspath(folder))
     what = f"save {path} step={step} keep={keep} asynchronous={asynchronous} optimizer={type(optimizer).__name__}"
     live.peers.meet(what)
-    tensors, rest = live.peers.agreed("save", lambda: _contents(live, path, optimizer, step, extra, keep))
+    tensors, found = live.peers.agreed("save", lambda: _contents(live, path, optimizer, step, extra, keep))
+    if optimizer is not None and live.across.stages:
+        parts = live.peers.gather(found["optimizer"])
+        found["optimizer"] = live.peers.agreed("save", lambda: joined(parts))
+    rest = live.peers.agreed("save", lambda: _packed(found))
     token = live.peers.gather(secrets.token_hex(8))[0]
     if asynchronous:
         tensors = {name: t.staged() for name, t in tensors.items()}
@@ -104,8 +108,8 @@ def save(
 
 def _contents(
     live: Live, path: Path, optimizer: Optimizer | None, step: int | None, extra: Any, keep: int | None
-) -> tuple[dict[str, Stored], bytes]:
-    """The tensors by name, and everything else as bytes."""
+) -> tuple[dict[str, Stored], dict[str, Any]]:
+    """The tensors by name, and everything else."""
     if keep is not None and (keep < 1 or not is_step(path)):
         fix = "save into step_folder(folder, step), and keep at least 1"
         raise AutoparError("bad-save", f"save: keep={keep} is for folders named step-N, not {path.name}", fix)
@@ -124,7 +128,7 @@ def _contents(
     meta = [n for n, t in tensors.items() if t.local.is_meta]
     if meta:
         raise AutoparError("meta-parameter", f"{meta[0]}: the shard is on the meta device and holds no data", None)
-    return tensors, _packed(rest)
+    return tensors, rest
 
 
 def _packed(rest: Mapping[str, Any]) -> bytes:

@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from autopar.checkpoint.live import Live
-from autopar.emit.params import held_of, shard_of
-from autopar.emit.rows import gather
 from autopar.ir.program import Param
 
 
@@ -24,7 +22,6 @@ def wholes(live: Live) -> Iterator[tuple[Param, Tensor | None]]:
 
     No rank holds more than one of them at a time.
     """
-    for name, param in live.params.items():
-        x, held = live.tensors[name][0], held_of(param, live.place.mesh)
-        whole = gather(shard_of(x), held, live.place.axes)
-        yield param, whole.to("cpu") if live.peers.rank == 0 else None
+    mine = {name: found[0] for name, found in live.tensors.items()}
+    for name, whole in live.across.wholes(mine.get, live.params.values()):
+        yield live.params[name], whole.to("cpu") if live.peers.rank == 0 else None

@@ -64,7 +64,7 @@ def lower(
     from autopar.passes.pipeline import parse
 
     strategy, parsed = strategy_of(fields, passes), Mesh.parse(mesh)
-    names = ["trace", *(p.name for p in parse(strategy.pipeline))]
+    names = ["trace", *(p.name for p in parse(strategy.pipeline_on(parsed.size("pp") > 1)))]
     if after is not None and after not in names:
         raise AutoparError("unknown-pass", f"the pipeline has no pass {after!r}", f"one of {', '.join(names)}")
     if rank is not None and not 0 <= rank < parsed.world:
@@ -101,9 +101,12 @@ def price(model: nn.Module, kwargs: dict[str, Any], mesh: str, fields: dict[str,
         if fields.get(name) not in (None, "none"):
             what = f"{name}={fields[name]}: the cost model does not count it yet"
             raise AutoparError("unpriced-strategy", what, f"compare without {name}")
+    if Mesh.parse(mesh).size("pp") > 1:
+        what = f"mesh {mesh}: the cost model does not count pipelines yet"
+        raise AutoparError("unpriced-strategy", what, "compare meshes without pp; autopar dump prints the stages")
     program = lower(model, kwargs, mesh, {"hardware": hardware, **fields}, after="reshard")
     low = 2 if strategy.precision == "bf16" else None
-    stage = Stage(strategy.zero, strategy.zero_shard_size, strategy.microbatches, low, managed(program))
+    stage = Stage(strategy.zero, strategy.zero_shard_size, strategy.microbatches or 1, low, managed(program))
     return price(program, profile, zero=stage)
 
 

@@ -7,8 +7,12 @@ from autopar.cli import _lower
 from autopar.cli.arguments import add_mesh, add_model, fields
 from autopar.cli.models import load
 from autopar.cli.screen import Screen
+from autopar.cost.hardware import load as profile
 from autopar.ir.printer import FORMATS, print_program
 from autopar.ir.program import Program
+from autopar.report.stages import step_of
+from autopar.report.timeline import grid
+from autopar.strategy import Strategy
 
 
 def add(commands: Any) -> None:
@@ -56,6 +60,9 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     screen.say(loaded.description)
     if not args.after_each:
         screen.write(_printed(program, args))
+    if program.stages is not None and args.format == "text" and args.block is None:
+        hardware = profile(str(fields(args.strategy).get("hardware", Strategy.hardware)))
+        screen.write("\n" + grid(step_of(program, hardware)).plain + "\n")
     return 0
 
 

@@ -81,12 +81,14 @@ def emit(
     place: Place,
     handles: Mapping[str, Any],
     constants: Mapping[str, Tensor] | None = None,
+    alone: bool = False,
 ) -> Emitted:
     """Functions of a LOCAL program: one for each kind of block and one for the outer graph.
 
     Args:
         handles: the value of every handle placeholder: axes by name, and under "rng" the random Streams.
         constants: tensors of this variant alone, whole: another trace may have others of the same name.
+        alone: each parameter joins the graph of a backward by itself, so that it can be left out of one.
     """
     users = users_of(program)
     own: dict[str, Tensor | None] = {n: t.to(place.device) for n, t in (constants or {}).items() if n in program.params}
@@ -116,11 +118,11 @@ def emit(
     functions: dict[str, list[Call]] = {name: [] for name in blocks}
     sites: dict[str, Callable[..., Any]] = {}
     for i, site in enumerate(outer.sites):
-        call = _bind(blocks[site.block], site.arguments, partial(slot, site.path), handles, site.path)
+        call = _bind(blocks[site.block], site.arguments, partial(slot, site.path), handles, site.path, alone)
         functions[site.block].append(call)
         sites[f"call{i}"] = _runner(skeleton, site, call)
     function = function_of(outer.graph, "outer", SimpleNamespace(**sites))
-    call = _bind(function, outer.arguments, partial(slot, ""), handles, "")
+    call = _bind(function, outer.arguments, partial(slot, ""), handles, "", alone)
     uneven = any(
         n.target is dispatched_experts and n.args[CAPACITY] is None for _, g in program.graphs() for n in g.nodes
     )
@@ -158,6 +160,7 @@ def _bind(
     slot: Callable[[str], Slot],
     handles: Mapping[str, Any],
     path: str,
+    alone: bool,
 ) -> Call:
     kinds = ("value", "param", "handle")
     of = {kind: [i for i, a in enumerate(arguments) if a.kind == kind] for kind in kinds}
@@ -167,7 +170,7 @@ def _bind(
     taken = [handles[arguments[i].name] for i in of["handle"]]
     streams = next((h for h in taken if isinstance(h, Streams)), None)
     fixed = tuple(None if isinstance(h, Streams) else h.at(path) if isinstance(h, Loads) else h for h in taken)
-    return Call(function, slots, fixed, streams, path, places)
+    return Call(function, slots, fixed, streams, path, places, alone)
 
 
 def _identifier(name: str) -> str:

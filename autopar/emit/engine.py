@@ -13,7 +13,7 @@ the backward gathers again a local copy). A pass that raises leaves state and gr
 they are cleared.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -45,6 +45,7 @@ class Engine:
     units: list[Unit] = field(default_factory=list)
     managed: dict[str, str] = field(default_factory=dict)  # parameter: path of its unit
     sync: bool = True  # whether backwards reduce
+    held: bool = False  # whether backwards leave everything gathered and unreduced
 
     @contextmanager
     def forward(self, keep: bool = False) -> Iterator[None]:
@@ -73,14 +74,54 @@ class Engine:
         forward and backward stay so until the last one.
         """
         for unit in self.units:
-            unit.set_requires_gradient_sync(self.sync and (last or self.plan.stage > 1), recurse=False)  # type: ignore[operator]
-            unit.set_reshard_after_backward(last or self.plan.stage in (0, 3), recurse=False)  # type: ignore[operator]
+            sync = self.sync and not self.held and (last or self.plan.stage > 1)
+            unit.set_requires_gradient_sync(sync, recurse=False)  # type: ignore[operator]
+            free = not self.held and (last or self.plan.stage in (0, 3))
+            unit.set_reshard_after_backward(free, recurse=False)  # type: ignore[operator]
         try:
             yield
         except BaseException:
             if self.units:
                 self._recover()
             raise
+
+    @contextmanager
+    def pipelined(self, split: bool) -> Iterator[None]:
+        """Around the schedule of a step: its forwards and backwards mix, and gradients are reduced behind it.
+
+        Stage 2 and 3 reduce with each microbatch already.
+
+        Args:
+            split: whether backwards come in two parts. What is gathered stays, since the second part needs the same
+                tensors, and gradients are reduced once.
+        """
+        groups = [g for unit in self.units for g in unit._get_fsdp_state()._fsdp_param_groups]  # type: ignore[operator]
+        freed = [g.post_forward_mesh_info for g in groups]
+        self.held = split
+        try:
+            if split:
+                for group in groups:
+                    group.post_forward_mesh_info = None
+            yield
+            self._finish(groups)
+        except BaseException:
+            if self.units:
+                self._recover()
+            raise
+        finally:
+            self.held = False
+            for group, info in zip(groups, freed):
+                group.post_forward_mesh_info = info
+
+    def _finish(self, groups: list[Any]) -> None:
+        """Reduce what is not reduced yet, as ``torch.distributed.pipelining`` does."""
+        self._set_sync(self.sync)
+        for unit in self.units:
+            unit.set_reshard_after_backward(True, recurse=False)  # type: ignore[operator]
+        for group in groups:
+            group.post_backward()
+        if self.units and self._root._is_root is not None:
+            self._root._root_post_backward_final_callback()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -149,6 +190,8 @@ def start(skeleton: Skeleton, params: Mapping[str, Param], plan: Plan, place: Pl
     engine = Engine(plan)
     if not place.summed_axes:
         return engine
+    plan = replace(plan, groups=tuple(_own(plan.groups, params)))
+    engine.plan = plan
     attach = _Attach(skeleton, params, plan, place)
     paths = dict.fromkeys((*(g.unit for g in plan.groups if g.unit), ""))
     groups: dict[str, list[Group]] = {path: [] for path in paths}
@@ -166,6 +209,14 @@ def start(skeleton: Skeleton, params: Mapping[str, Param], plan: Plan, place: Pl
         if param.kind == "parameter" and param.chunk is None:
             _spread(skeleton, param, place, ways_of(param, place.mesh, plan.ways), name in engine.managed)
     return engine
+
+
+def _own(groups: Iterable[Group], params: Mapping[str, Param]) -> Iterator[Group]:
+    """The groups of what this rank holds."""
+    for group in groups:
+        names = tuple(n for n in group.names if n in params)
+        if names:
+            yield replace(group, names=names)
 
 
 @dataclass

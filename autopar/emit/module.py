@@ -1,6 +1,6 @@
 """The module that parallelize returns: the model's names, this rank's shards, one function for each kind of layer."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from autopar.checkpoint.live import Live
 from autopar.checkpoint.methods import Checkpoints
 from autopar.checkpoint.safetensors import config_of
+from autopar.emit.across import Across
 from autopar.emit.emitted import Emitted, Variant, emit
 from autopar.emit.engine import engine_of, start
 from autopar.emit.norms import clip_gradients
 from autopar.emit.params import Place, gather_of, shard_of
+from autopar.emit.pipelined import Pipelined
 from autopar.emit.source import body_of, source
 from autopar.emit.state import load
 from autopar.emit.steps import Moving, loss_of, parts, widened
@@ -22,7 +24,7 @@ from autopar.emit.units import skeleton
 from autopar.errors import AutoparError
 from autopar.ir.mesh import TIME
 from autopar.ir.printer import print_program
-from autopar.ir.program import Param, Program
+from autopar.ir.program import Output, Param, Program
 from autopar.ir.units import paths_of
 from autopar.runtime.collectives import all_reduce_invariant
 from autopar.runtime.heartbeat import guarded
@@ -64,19 +66,30 @@ class ParallelModule(Checkpoints, nn.Module):
         self._loads = Loads()
         self._place, self._compiler, self._program = place, compiler, program
         self._handles: Mapping[str, Any] = {**handles, "load": self._loads}
-        self._params: dict[str, Param] = program.params
-        self._skeleton = skeleton(program.params, tensors, paths_of(program))
+        self._across = Across.of(program, place)
+        self._params: dict[str, Param] = self._across.held()
+        self._skeleton = skeleton(self._params, tensors, paths_of(program))
         # The root unit is what engines hook; it is no child, so that names have no prefix, but shares this tree.
         root = self._skeleton.root
         self.__dict__.update(_modules=root._modules, _parameters=root._parameters, _buffers=root._buffers)
         self.__dict__.update(_non_persistent_buffers_set=root._non_persistent_buffers_set)
-        self._engine = start(self._skeleton, program.params, engine_of(program), place)
+        self._engine = start(self._skeleton, self._params, engine_of(program), place)
         self._emitted: dict[int, tuple[Variant, Emitted]] = {}
+        self._pipelined: dict[int, tuple[Variant, Pipelined]] = {}
         self._options: dict[str, Any] | None = None
 
     @guarded
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for this data rank's rows, in the model's own structure."""
+        """The model's output for this data rank's rows, in the model's own structure.
+
+        With a pipeline it takes no gradient, and where ``Strategy(outputs="last")`` says so, other ranks than those of
+        the last stage get None.
+
+        Raises:
+            AutoparError: ``pipeline-forward`` with a pipeline, in training mode with gradients on.
+        """
+        if self._across.stages is not None:
+            return self._forward_stages(args, kwargs)
         variant, values = self._run(args, kwargs, loss_only=False)
         kinds = (o.kind for o in variant.program.outputs)
         return variant.structure.rebuild([v for v, kind in zip(values, kinds) if kind != "buffer"])
@@ -91,8 +104,11 @@ class ParallelModule(Checkpoints, nn.Module):
         Raises:
             AutoparError: ``no-loss`` where the model has none, ``no-gradient`` where nothing is trainable.
         """
+        if self._across.stages is not None:
+            return self._summed(self._train_stages(args, kwargs))
         with torch.enable_grad():
-            variant, emitted, tensors = self._prepare(args, kwargs, loss_only=True)
+            variant, tensors = self._prepare(args, kwargs, loss_only=True)
+            emitted = self._emit(variant)
             total: Tensor | None = None
             for inputs in parts(variant.program, tensors, self._prologue(variant), self._moving(variant)):
                 last = self._moving(variant).coordinate == variant.program.mesh.microbatches - 1
@@ -103,27 +119,67 @@ class ParallelModule(Checkpoints, nn.Module):
                     loss.backward()
                 term = widened(loss.detach())
                 total = term if total is None else total + term
-        self._update_buffers(emitted, values)
+        self._update_buffers(emitted.outputs, values)
         assert total is not None
+        return self._summed(total)
+
+    def _summed(self, total: Tensor) -> Tensor:
+        """The loss of all data ranks."""
         for name in self._place.summed_axes:
             total = all_reduce_invariant(total, self._place.axes[name])
         return total
 
+    def _train_stages(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        """A step of the pipeline; gradients of parameters that several of its ranks hold are added up behind it."""
+        with torch.enable_grad():
+            variant, tensors = self._prepare(args, kwargs, loss_only=True)
+            rows = list(parts(variant.program, tensors, self._prologue(variant), self._moving(variant)))
+            pipelined = self._stage(variant)
+            tied = {n: p for n, p in self._trainable() if any(n == t.name for t in self._across.tied())}
+            before = {n: p.grad for n, p in tied.items()}
+            try:
+                for p in tied.values():
+                    p.grad = None
+                loss, values = pipelined.train(rows)
+            except BaseException:
+                for n, p in tied.items():
+                    p.grad = before[n]
+                raise
+        self._across.add_tied(dict(self._trainable()))
+        for n, p in self._trainable():
+            if (old := before.get(n)) is not None:
+                p.grad = old if p.grad is None else p.grad.add_(old)
+        self._update_buffers([variant.program.outputs[i] for i in values], list(values.values()))
+        return loss
+
+    def _forward_stages(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self.training and torch.is_grad_enabled():
+            why = "a call of the module with gradients on; with a pipeline, only a training step has a backward"
+            fix = "use train_step for gradients, or eval(), or torch.no_grad()"
+            raise AutoparError("pipeline-forward", why, fix)
+        variant, values = self._run(args, kwargs, loss_only=False)
+        if any(v is None for v in values):
+            return None
+        kinds = (o.kind for o in variant.program.outputs)
+        return variant.structure.rebuild([v for v, kind in zip(values, kinds) if kind != "buffer"])
+
     def _prepare(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_only: bool
-    ) -> tuple[Variant, Emitted, list[Tensor]]:
+    ) -> tuple[Variant, list[Tensor]]:
         grad = torch.is_grad_enabled()
         variant = self._compiler.variant(args, kwargs, train=self.training, loss_only=loss_only, grad=grad)
         self._moving(variant)
-        emitted = self._emit(variant)
         if isinstance(streams := self._handles.get("rng"), Streams):
             streams.advance()
         self._loads.reset()
         tensors = variant.structure.flatten(args, kwargs)
+        if self._across.stages is not None and any(t.requires_grad for t in tensors):
+            why = "an input takes a gradient, which a pipeline does not give"
+            raise AutoparError("input-gradient", why, "detach the inputs, or use a mesh without pp")
         if self._engine.plan.precision == "fp32":
-            return variant, emitted, tensors
+            return variant, tensors
         inputs = variant.program.inputs
-        return variant, emitted, [t.to(i.spec.dtype) if t.is_floating_point() else t for t, i in zip(tensors, inputs)]
+        return variant, [t.to(i.spec.dtype) if t.is_floating_point() else t for t, i in zip(tensors, inputs)]
 
     def _moving(self, variant: Variant) -> Moving:
         """The handle of the microbatch that runs."""
@@ -146,14 +202,21 @@ class ParallelModule(Checkpoints, nn.Module):
         return lambda tensors: list(call(tuple(tensors)))
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_only: bool) -> tuple[Variant, list[Any]]:
-        variant, emitted, tensors = self._prepare(args, kwargs, loss_only)
-        with self._engine.forward():
-            values = self._skeleton.root(emitted.call, *tensors)
-        self._update_buffers(emitted, values)
+        variant, tensors = self._prepare(args, kwargs, loss_only)
+        if self._across.stages is not None:
+            every = getattr(getattr(self._compiler, "strategy", None), "outputs", "every") == "every"
+            with self._engine.forward():
+                found = self._stage(variant).forward(tensors, every)
+            values = [found.get(i) for i in range(len(variant.program.outputs))]
+        else:
+            emitted = self._emit(variant)
+            with self._engine.forward():
+                values = self._skeleton.root(emitted.call, *tensors)
+        self._update_buffers(variant.program.outputs, values)
         return variant, values
 
-    def _update_buffers(self, emitted: Emitted, values: list[Any]) -> None:
-        for output, value in zip(emitted.outputs, values):
+    def _update_buffers(self, outputs: Sequence[Output], values: Sequence[Any]) -> None:
+        for output, value in zip(outputs, values):
             if output.kind == "buffer":
                 self._update(output.name, value)
 
@@ -164,6 +227,17 @@ class ParallelModule(Checkpoints, nn.Module):
             made = emit(variant.program, self._skeleton, self._engine, self._place, self._handles, own)
             self._emitted[id(variant)] = (variant, made)
         made = self._emitted[id(variant)][1]
+        if self._options is not None:
+            made.compile(**self._options)
+        return made
+
+    def _stage(self, variant: Variant) -> Pipelined:
+        """The variant's stages on this rank, made at its first call."""
+        if id(variant) not in self._pipelined:
+            own, moving = getattr(variant, "constants", None), self._moving(variant)
+            made = Pipelined(variant.program, self._skeleton, self._engine, self._place, self._handles, moving, own)
+            self._pipelined[id(variant)] = (variant, made)
+        made = self._pipelined[id(variant)][1]
         if self._options is not None:
             made.compile(**self._options)
         return made
@@ -200,13 +274,20 @@ class ParallelModule(Checkpoints, nn.Module):
     @guarded
     def full_parameters(self) -> dict[str, Tensor]:
         """Every parameter, whole, by first original name. Collective."""
-        return {n: gather_of(p, self._params[n], self._place) for n, p in self._trainable()}
+        return dict(self._across.wholes(dict(self._trainable()).get, self._parameters_everywhere()))
 
     @guarded
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Every gradient, whole, by first original name; None where there is none. Collective."""
-        grads = ((n, p.grad) for n, p in self._trainable())
-        return {n: None if g is None else gather_of(g, self._params[n], self._place) for n, g in grads}
+        grads, params = {n: p.grad for n, p in self._trainable()}, self._parameters_everywhere()
+        there = dict(
+            zip((p.name for p in params), self._across.anywhere(grads.get(p.name) is not None for p in params))
+        )
+        found = dict(self._across.wholes(grads.get, [p for p in params if there[p.name]]))
+        return {p.name: found.get(p.name) for p in params}
+
+    def _parameters_everywhere(self) -> list[Param]:
+        return [p for p in self._across.params.values() if p.kind == "parameter"]
 
     def _trainable(self) -> Iterator[tuple[str, Tensor]]:
         self._engine.heal()
@@ -229,7 +310,7 @@ class ParallelModule(Checkpoints, nn.Module):
             RuntimeError: where the norm is not finite and ``error_if_nonfinite``.
         """
         pairs = [(self._params[n], p) for n, p in self._trainable()]
-        return clip_gradients(pairs, self._place, max_norm, norm_type, error_if_nonfinite)
+        return clip_gradients(pairs, self._across, max_norm, norm_type, error_if_nonfinite)
 
     def expert_load(self) -> dict[str, ExpertLoad]:
         """Choices of each expert, and of each rank of ``ep``, in the last step, by path of the layer. Collective.
@@ -246,12 +327,12 @@ class ParallelModule(Checkpoints, nn.Module):
             AutoparError: ``state-dict-mismatch``, before anything is written, naming what is missing, unexpected or
                 of another shape.
         """
-        return load(self._skeleton, self._params, self._place, state_dict, strict)
+        return load(self._skeleton, self._across, state_dict, strict)
 
     def _live(self) -> Live:
         self._engine.heal()
         agree = getattr(self._compiler, "agree", None)
-        return Live.of(self._params, self._skeleton.tables, self._place, self._handles.get("rng"), agree)
+        return Live.of(self._across, self._skeleton.tables, self._handles.get("rng"), agree)
 
     def _config(self) -> dict[str, Any] | None:
         return config_of(getattr(self._compiler, "model", None))
@@ -262,6 +343,8 @@ class ParallelModule(Checkpoints, nn.Module):
         Args:
             options: of ``torch.compile``; by default ``fullgraph=True, dynamic=False``.
         """
+        for _, staged in self._pipelined.values():
+            staged.compile(**options)
         self._options = options
         for _, made in self._emitted.values():
             made.compile(**options)
@@ -281,6 +364,9 @@ class ParallelModule(Checkpoints, nn.Module):
 
         It has the functions of the last variant that computes a loss, and cuts its weights from a state dict.
         """
+        if self._across.stages is not None:
+            why = "to_python writes one function for all ranks, a pipeline has one for each stage"
+            raise AutoparError("unsupported-export", why, "use a mesh without pp")
         losses = [v for v, _ in self._emitted.values() if any(o.kind == "loss" for o in v.program.outputs)]
         program = losses[-1].program if losses else self._program
         bodies = [body_of(program)]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from autopar.emit.across import Across
 from autopar.emit.params import Place, held_of, local_of, shard_of
 from autopar.emit.segmented import SegmentedDTensor
 from autopar.emit.units import Skeleton
@@ -16,25 +17,30 @@ from autopar.ir.program import Param
 LISTED = 20
 
 
-def load(skeleton: Skeleton, params: Mapping[str, Param], place: Place, state: Mapping[str, Any], strict: bool) -> Any:
+def load(skeleton: Skeleton, across: Across, state: Mapping[str, Any], strict: bool) -> Any:
     """Copy ``state`` by original names. A tied parameter may come under any of its names; all that come must be equal.
+
+    What other ranks of a pipeline hold may be there or not.
 
     Raises:
         AutoparError: ``state-dict-mismatch``, before anything is written; ``meta-parameter`` where shards hold no data.
     """
+    place, params = across.place, across.params
     wanted = {name: p for name, p in params.items() if p.kind == "parameter" or (p.kind == "buffer" and p.persistent)}
     names = {alias for name, p in wanted.items() for alias in (name, *p.tied)}
     given = {name: [a for a in (name, *p.tied) if a in state] for name, p in wanted.items()}
-    missing = [name for name, found in given.items() if not found]
+    missing = [name for name, found in given.items() if not found and across.holds(wanted[name])]
     unexpected = [name for name in state if name not in names]
     wrong = list(_misshaped(wanted, given, state))
     if wrong or (strict and (missing or unexpected)):
         raise _mismatch(missing if strict else [], unexpected if strict else [], wrong)
     with torch.no_grad():
         for name, found in given.items():
-            if found:
+            if found and across.holds(wanted[name]):
                 _, table, key = skeleton.tables[name]
                 _copy(table[key], state[found[0]], wanted[name], place)
+            elif found and isinstance(state[found[0]], DTensor):
+                state[found[0]].full_tensor()  # collective with the ranks that hold the parameter
     return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
 

@@ -62,9 +62,10 @@ class Call:
         streams: random state, where the function takes it.
         path: the module path that its random state belongs to.
         places: for each argument, its index in (values, slots, handles) put together; None where that is the order.
+        alone: whether each parameter joins the graph of a backward by itself.
     """
 
-    __slots__ = ("function", "handles", "path", "places", "slots", "streams")
+    __slots__ = ("alone", "function", "handles", "path", "places", "slots", "streams")
 
     def __init__(
         self,
@@ -74,9 +75,10 @@ class Call:
         streams: Streams | None = None,
         path: str = "",
         places: tuple[int, ...] | None = None,
+        alone: bool = False,
     ) -> None:
         self.function, self.slots, self.handles = function, slots, handles
-        self.streams, self.path, self.places = streams, path, places
+        self.streams, self.path, self.places, self.alone = streams, path, places, alone
 
     def __call__(self, values: Sequence[Any]) -> Any:
         """The function's result."""
@@ -85,8 +87,8 @@ class Call:
             state = self.streams.at(self.path)
             handles = tuple(state if h is None else h for h in handles)
         if self.places is None:
-            return self.function(*values, *locals_of(self.slots), *handles)
-        given = (*values, *locals_of(self.slots), *handles)
+            return self.function(*values, *locals_of(self.slots, self.alone), *handles)
+        given = (*values, *locals_of(self.slots, self.alone), *handles)
         return self.function(*[given[i] for i in self.places])
 
 
@@ -127,8 +129,8 @@ def _grad(grad: Tensor | None, like: Like | None, over: tuple[Axis, ...]) -> Ten
     return segmented(out, held, axes) if held is not None else out
 
 
-def locals_of(slots: tuple[Slot, ...]) -> list[Any]:
-    """This rank's tensor of each slot, connected to the parameter where a gradient may be wanted."""
+def locals_of(slots: tuple[Slot, ...], alone: bool = False) -> list[Any]:
+    """This rank's tensor of each slot, connected to the parameter where a gradient may be wanted; ``alone``: singly."""
     out: list[Any] = [s.table[s.key] for s in slots]
     grad = torch.is_grad_enabled()
     wanted = []
@@ -138,9 +140,9 @@ def locals_of(slots: tuple[Slot, ...]) -> list[Any]:
                 wanted.append(i)
         elif isinstance(x, DTensor):
             out[i] = x._local_tensor
-    if wanted:
-        parts = _Local.apply(tuple(slots[i].over for i in wanted), *[out[i] for i in wanted])
-        for i, part in zip(wanted, parts):
+    for some in [[i] for i in wanted] if alone else filter(None, [wanted]):
+        parts = _Local.apply(tuple(slots[i].over for i in some), *[out[i] for i in some])
+        for i, part in zip(some, parts):
             out[i] = part
     return [x if s.dtype in (None, x.dtype) else x.to(s.dtype) for x, s in zip(out, slots)]
 

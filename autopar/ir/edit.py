@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map
 
 from autopar.ir.program import Spec
 
-CARRIED = ("module", "call", "source")  # metadata that a new node takes over from the one it stands in for
+CARRIED = ("module", "call", "source", "stage")  # metadata that a new node takes over from the one it stands in for
 
 
 def infer(target: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from autopar.errors import AutoparError
+from autopar.ir import stage_text
 from autopar.ir.describe import Describer, dtype_name
 from autopar.ir.engine_text import held, rows, title
 from autopar.ir.export import to_dot, to_json, to_python
@@ -44,7 +45,7 @@ def print_program(program: Program, *, format: str = "text", rank: int | None = 
         return to_json(program, chosen, plain)
     if format == "dot":
         return to_dot(chosen, plain)
-    parts = [] if block is not None else [_header(program), _parameters(program), _engine(program)]
+    parts = [] if block is not None else [_header(program), _parameters(program), _stages(program), _engine(program)]
     parts += [_graph(program, name, graph, _numbered(graph, plain)) for name, graph in chosen.items()]
     return "\n\n".join(p for p in parts if p) + "\n"
 
@@ -135,6 +136,12 @@ def _parameters(program: Program) -> str:
     if not facts:
         return ""
     return "parameters\n" + "\n".join(_table([(name, *fact) for name, fact in fold(facts)], indent="  "))
+
+
+def _stages(program: Program) -> str:
+    if program.stages is None:
+        return ""
+    return "\n".join([stage_text.title(program.stages), *_table(stage_text.rows(program), indent="  ")])
 
 
 def _engine(program: Program) -> str:

@@ -11,6 +11,7 @@ Graphs are ``torch.fx.Graph``. Keys of ``node.meta``:
     param    on a placeholder: the parameter's or buffer's name (in a block: relative to the call's path)
     input    on a placeholder of the outer graph: index into ``Program.inputs``
     path     on a call of a block: the module path of the instance
+    stage    on a node of the outer graph: the pipeline stage that computes it, where ``Program.stages`` is set
 """
 
 import copy
@@ -120,11 +121,36 @@ class Engine:
 
 
 @dataclass(frozen=True)
+class Stages:
+    """How the outer graph is cut into the stages of a pipeline, and in which order they run.
+
+    Args:
+        names: of each stage, the module with which it begins.
+        ranks: of each stage, the coordinate on ``pp`` that runs it.
+        schedule: "gpipe", "1f1b", "interleaved", "zero-bubble", "zbv" or "dualpipev".
+        microbatches: of a training step.
+        seconds: predicted for a microbatch in each stage: forward, gradients of inputs, gradients of weights.
+        reason: why it is cut and scheduled so.
+    """
+
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    schedule: str
+    microbatches: int
+    seconds: tuple[tuple[float, float, float], ...] = ()
+    reason: str = ""
+
+    def of(self, coordinate: int) -> tuple[int, ...]:
+        """The stages that a coordinate on ``pp`` runs."""
+        return tuple(s for s, rank in enumerate(self.ranks) if rank == coordinate)
+
+
+@dataclass(frozen=True)
 class Param:
     """A parameter, buffer or constant of the model, by its first original name.
 
     ``tied`` are its further names. ``layout`` is None until the passes choose one. ``chunk`` is None where data ranks
-    repeat the parameter.
+    repeat the parameter. ``stages`` are those that read it; empty where there are no stages.
     """
 
     name: str
@@ -135,6 +161,7 @@ class Param:
     tied: tuple[str, ...] = ()
     layout: Layout | None = None
     chunk: Chunk | None = None  # from STAGED on
+    stages: tuple[int, ...] = ()
 
     def summed_over(self, mesh: Mesh) -> tuple[str, ...]:
         """The axes over which the engine sums the gradient: those of ``mesh.summed_axes`` that do not shard it."""
@@ -196,6 +223,7 @@ class Program:
     notes: tuple[str, ...] = ()
     at: dict[str, int] = field(default_factory=dict)  # coordinates, where LOCAL sizes depend on them
     engine: Engine | None = None  # from STAGED on
+    stages: Stages | None = None
 
     def clone(self) -> "Program":
         """A copy whose graphs can be edited; specs and layouts are shared, being immutable."""

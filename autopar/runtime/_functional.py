@@ -22,7 +22,7 @@ def reduced(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 def gathered(x: Tensor, axis: Axis) -> Tensor:
     """The coordinates' ``x`` [d, ...] one after another: [size * d, ...]."""
-    wire = _to_wire(x)
+    wire = to_wire(x)
     if wire.numel() == 0:
         return x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
     return _from_wire(_wait(_ops.all_gather_into_tensor(wire, axis.size, axis.group)), x.dtype)
@@ -30,7 +30,7 @@ def gathered(x: Tensor, axis: Axis) -> Tensor:
 
 def scattered(x: Tensor, axis: Axis) -> Tensor:
     """This coordinate's chunk [d, ...] of the sum of ``x`` [size * d, ...]."""
-    wire = _to_wire(x)
+    wire = to_wire(x)
     if wire.numel() == 0:
         return x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
     return _from_wire(_wait(_ops.reduce_scatter_tensor(wire, "sum", axis.size, axis.group)), x.dtype)
@@ -38,7 +38,7 @@ def scattered(x: Tensor, axis: Axis) -> Tensor:
 
 def exchanged(x: Tensor, axis: Axis, receive: list[int], send: list[int]) -> Tensor:
     """Rows of dim 0 sent to, and received from, each coordinate in order."""
-    return _from_wire(_wait(_ops.all_to_all_single(_to_wire(x), receive, send, axis.group)), x.dtype)
+    return _from_wire(_wait(_ops.all_to_all_single(to_wire(x), receive, send, axis.group)), x.dtype)
 
 
 def departed(x: Tensor, axis: Axis, receive: list[int], send: list[int]) -> Tensor:
@@ -57,7 +57,8 @@ def _wait(x: Tensor) -> Tensor:
     return out
 
 
-def _to_wire(x: Tensor) -> Tensor:
+def to_wire(x: Tensor) -> Tensor:
+    """``x`` in a dtype that every backend sends; of contiguous ``x`` a view."""
     x = x.contiguous()
     if x.dtype == torch.bool:
         return x.view(torch.uint8)

@@ -1,8 +1,8 @@
 """All ranks of a mesh in one process, one thread each, running the real per-rank code.
 
-Collectives go through c10d's threaded process group, so sizes may differ between ranks, every rank sees its own
-coordinates, and autograd functions run as they are. What threads share stays shared: parameters passed in, and the
-default random generators, so random code takes its own.
+Collectives go through c10d's threaded process group, messages beside it. So sizes may differ between ranks, every rank
+sees its own coordinates, and autograd functions run as they are. What threads share stays shared: parameters passed in,
+and the default random generators, so random code takes its own.
 """
 
 import sys
@@ -21,6 +21,7 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
+from autopar.runtime import _mail
 from autopar.runtime.axis import device_mesh_of
 
 T = TypeVar("T")
@@ -60,6 +61,7 @@ def _threaded_world() -> Iterator[None]:
     hook, workers = sys.excepthook, torch.get_num_threads()
     c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     threaded._install_threaded_pg()
+    _mail.install()
     torch.set_num_threads(1)
     try:
         yield

@@ -3,11 +3,12 @@
 from autopar.ir.program import Form, Program
 from autopar.verify.engine import check_engine
 from autopar.verify.layouts import check_layouts
+from autopar.verify.stages import check_stages
 from autopar.verify.structure import check_structure
 
 
 def check_program(program: Program, after: str = "") -> None:
-    """Structure, layouts, shapes (once LOCAL) and the engine (once STAGED). Raises AutoparError.
+    """Structure, layouts, shapes (once LOCAL), stages and the engine (once STAGED). Raises AutoparError.
 
     What it says includes the lines around the fault.
     """
@@ -18,5 +19,6 @@ def check_program(program: Program, after: str = "") -> None:
         from autopar.verify.shapes import check_shapes
 
         check_shapes(program, after)
+    check_stages(program, after)
     if program.form >= Form.STAGED:
         check_engine(program, after)

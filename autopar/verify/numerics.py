@@ -10,15 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.compile import Variant, check_axes, only_loss
+from autopar.compile import Variant, only_loss
+from autopar.emit.across import Across
 from autopar.emit.module import ParallelModule
 from autopar.emit.params import Place, initialise
+from autopar.errors import AutoparError
 from autopar.ir.evaluate import evaluate
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.base import Context
-from autopar.passes.pipeline import parse, run
+from autopar.passes.choices import passes_of
+from autopar.passes.pipeline import run
 from autopar.passes.zero import Zero
 from autopar.runtime.random import Streams
 from autopar.runtime.simulate import device_mesh, run_ranks
@@ -94,7 +97,6 @@ def verify(
         if isinstance(mesh, DeviceMesh)
         else Mesh.parse(mesh)
     )
-    check_axes(sizes)
     bench = _Bench(model, sizes, args, dict(kwargs or {}), loss, batch_dims, Strategy.of(strategy), fp64)
     with wide() if fp64 else nullcontext():
         return bench.report(tolerance if tolerance is not None else (1e-10 if fp64 else 1e-4))
@@ -105,7 +107,9 @@ class _Bench:
 
     def __init__(self, model, sizes, args, kwargs, loss, batch_dims, strategy, fp64):  # type: ignore[no-untyped-def]
         self.sizes, self.strategy = sizes, strategy
-        self.passes = [replace(p, precision="fp32") if isinstance(p, Zero) else p for p in parse(strategy.pipeline)]
+        self.passes = [
+            replace(p, precision="fp32") if isinstance(p, Zero) else p for p in passes_of(strategy, sizes, 0)
+        ]
         self.local = next((i for i, p in enumerate(self.passes) if p.name == "localize"), len(self.passes))
         structure, self.inputs = Structure.of(model, args, kwargs)
         self.dims = batch_dims_of(structure, self.inputs, batch_dims)
@@ -117,7 +121,7 @@ class _Bench:
         )
         self.plain.program = settle_outputs(self.plain.program)
         self.notes = [*self.plain.notes]
-        if strategy.microbatches > 1:
+        if (strategy.microbatches or 1) > 1:
             self.notes.append("microbatches are not part of this comparison: a step runs on all rows at once")
         self.model = deepcopy(model)
         self.faithful = self._trace_errors(structure)
@@ -125,8 +129,12 @@ class _Bench:
         if fp64:
             self.model, self.traced = self.model.double(), widen(self.traced)
             self.inputs = [t.to(WIDE.get(t.dtype, t.dtype)) for t in self.inputs]
+        if sizes.size("pp") > 1 and not any(o.kind == "loss" for o in self.plain.program.outputs):
+            why = f"mesh {sizes}: the model has no loss, and only a training step of a pipeline has gradients"
+            raise AutoparError("no-loss", why, "pass loss= to verify, or labels")
         self.structure = structure
         self.pinned: dict[str, Layout] = {}
+        self.stages: dict[str, tuple[int, ...]] = {}
         self.pinned_mesh: Mesh | None = None
 
     def cut(self, index: int) -> list[Tensor]:
@@ -182,9 +190,10 @@ class _Bench:
         program = only_loss(self.traced.program) if loss_only else self.traced.program
         context = Context(strict=self.strategy.strict)
         if not loss_only:
-            context.pinned, context.mesh = self.pinned, self.pinned_mesh
+            context.pinned, context.mesh, context.stages = self.pinned, self.pinned_mesh, self.stages
         planned = run(program, self.passes[: self.local], context)
         self.pinned_mesh = planned.mesh
+        self.stages = {n: p.stages for n, p in planned.params.items() if p.stages}
         self.pinned = {n: p.layout for n, p in planned.params.items() if p.layout and p.kind != "constant"}
         return planned
 
@@ -246,7 +255,8 @@ class _Bench:
             {only: Variant(local[only], structure, self.traced.constants, (p,)) for only, p in programs.items()}
         )
         place = Place.of(programs[True].mesh, device_mesh(programs[True].mesh))
-        tensors = initialise(self.model, local[False].params, place, self.traced.constants)
+        held = Across.of(local[False], place).held()
+        tensors = initialise(self.model, held, place, self.traced.constants)
         pm = ParallelModule(fixed, local[False], place, tensors, {**place.axes, "rng": Streams(0)})
         pm.train(self.model.training)
         args, kwargs = structure.unflatten(self.cut(self.data_rank(rank)))

@@ -32,7 +32,7 @@ def make(mesh: str, strategy: Any = None) -> Any:
         ("tp=0", "bad-mesh", ["tp has size 0"]),
         ("tp:4", "bad-mesh", ["'tp:4'"]),
         ("tp=2,tp=2", "bad-mesh", ["twice"]),
-        ("pp=4", "unsupported-axis", ["pp=4"]),
+        ("ep=4", "no-experts", ["ep=4"]),
     ],
 )
 def test_meshes(ranks: Ranks, mesh: str, slug: str, words: list[str]) -> None:

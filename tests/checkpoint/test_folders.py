@@ -250,15 +250,16 @@ def test_mismatches_are_listed_with_both_shapes_and_nothing_is_written(tmp_path:
     on_ranks("dp=2,tp=1", write)
 
     def read(pm: ParallelModule, place: Place) -> str:
-        params, before = dict(pm._params), pm.full_parameters()
-        pm._params = {n.replace("spare", "other"): p for n, p in params.items()}
-        pm._params["other"] = replace(pm._params["other"], name="other")
+        across, before = pm._across, pm.full_parameters()
+        params = {n.replace("spare", "other"): p for n, p in across.params.items()}
+        params["other"] = replace(params["other"], name="other")
         pm._skeleton.tables["other"] = pm._skeleton.tables["spare"]
         spec = replace(params["embed.weight"].spec, shape=(6, 8))
-        pm._params["embed.weight"] = replace(params["embed.weight"], spec=spec)
+        params["embed.weight"] = replace(params["embed.weight"], spec=spec)
+        pm._across = replace(across, params=params)
         with pytest.raises(AutoparError) as error:
             pm.load(tmp_path / "c")
-        pm._params = params
+        pm._across = across
         agree(pm.full_parameters(), before)
         assert error.value.slug == "state-dict-mismatch"
         return error.value.message

@@ -1,0 +1,146 @@
+"""The layers of a program that a pipeline may be cut between, in the order in which they run."""
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopar.cost.balance import Unit
+from autopar.cost.hardware import Hardware
+from autopar.cost.shares import local_value, mesh_sizes
+from autopar.cost.units import Piece, units
+from autopar.ir.layout import Layout
+from autopar.ir.program import Program, specs
+from autopar.ir.stages import LIGHT, STAGED, kinds, stage_of
+
+
+@dataclass
+class Layer:
+    """A layer: nodes of the outer graph that stay together, and the parameters that they read."""
+
+    name: str
+    nodes: list[fx.Node] = field(default_factory=list)
+    params: set[str] = field(default_factory=set)
+
+
+def layers_of(program: Program, count: int) -> list[Layer]:
+    """The layers: each call of a block, and what lies between by modules. Each reads parameters, but where none do.
+
+    Modules are taken as coarsely as gives ``count`` layers: by their place in the first list, in the last, or alone.
+    """
+    found: list[Layer] = []
+    for grain in (_first_number, _last_number, lambda path: path):
+        found = _merged(list(_runs(program, grain)))
+        if len(found) >= count:
+            break
+    return _numbered(found)
+
+
+def _runs(program: Program, grain: Callable[[str], str]) -> Iterator[Layer]:
+    kind = kinds(program)
+    unit, key = Layer(""), object()
+    for node in program.graph.nodes:
+        if kind.get(node) != STAGED:
+            continue
+        if node.target is operator.getitem:
+            unit.nodes.append(node)
+            continue
+        path = str(node.meta.get("path" if node.op == "call_module" else "module", ""))
+        mine = node if node.op == "call_module" else grain(path)
+        if mine != key:
+            if unit.nodes:
+                yield unit
+            unit, key = Layer(path if node.op == "call_module" else grain(path)), mine
+        unit.nodes.append(node)
+        unit.params.update(_read(node, kind))
+    if unit.nodes:
+        yield unit
+
+
+def _read(node: fx.Node, kind: dict[fx.Node, str]) -> Iterator[str]:
+    """The parameters that a node reads, also through values that depend on parameters alone."""
+    todo = [n for n in node.all_input_nodes if kind[n] == LIGHT]
+    while todo:
+        source = todo.pop()
+        if source.op == "placeholder":
+            yield str(source.meta["param"])
+        todo += [n for n in source.all_input_nodes if kind[n] == LIGHT]
+
+
+def _merged(units: list[Layer]) -> list[Layer]:
+    """What reads no parameter belongs to the layer before; at the beginning, to the one behind."""
+    out: list[Layer] = []
+    for unit in units:
+        if out and (not unit.params or not out[-1].params):
+            into = out[-1]
+            into.name = into.name if into.params else unit.name
+            into.nodes += unit.nodes
+            into.params |= unit.params
+        else:
+            out.append(unit)
+    return out
+
+
+def _numbered(units: list[Layer]) -> list[Layer]:
+    """Names told apart: the second of the same name gets ``@1``; what no module names, its first parameter's."""
+    seen: dict[str, int] = {}
+    for unit in units:
+        name = unit.name or min(unit.params, default="model")
+        seen[name] = seen.get(name, -1) + 1
+        unit.name = f"{name}@{seen[name]}" if seen[name] else name
+    return units
+
+
+def _first_number(path: str) -> str:
+    parts = path.split(".")
+    at = next((i for i, p in enumerate(parts) if p.isdigit()), len(parts))
+    return ".".join(parts[: at + 1])
+
+
+def _last_number(path: str) -> str:
+    parts = path.split(".")
+    at = max((i for i, p in enumerate(parts) if p.isdigit()), default=len(parts))
+    return ".".join(parts[: at + 1])
+
+
+def place_early(program: Program) -> None:
+    """Move what reads no parameter to the earliest stage that has its inputs, if it makes no more than it takes.
+
+    Inputs count that would not cross without it.
+    """
+    kind, stage = kinds(program), stage_of(program)
+    for node in program.graph.nodes:
+        if (
+            kind.get(node) != STAGED
+            or node.op != "call_function"
+            or any(kind[n] == LIGHT for n in node.all_input_nodes)
+        ):
+            continue
+        before = max(stage[n] for n in node.all_input_nodes if kind[n] == STAGED)
+        if before >= stage[node]:
+            continue
+        saved = sum(
+            _bytes(n)
+            for n in node.all_input_nodes
+            if kind[n] == STAGED and all(u is node or stage.get(u, before + 1) <= before for u in n.users)
+        )
+        if _bytes(node) <= saved:
+            moved = [node, *(u for u in node.users if u.target is operator.getitem)]
+            for n in moved:
+                n.meta["stage"] = stage[n] = before
+
+
+def _bytes(node: fx.Node) -> int:
+    return sum(s.bytes for s in specs(node) if s is not None)
+
+
+def priced(program: Program, layers: list[Layer], hardware: Hardware) -> list[Unit]:
+    """What each layer takes and holds."""
+    return list(units(program, hardware, [Piece(layer.name, tuple(layer.nodes)) for layer in layers]))
+
+
+def held_bytes(program: Program, names: Iterable[str]) -> float:
+    """Bytes of the named parameters on one rank of their stage."""
+    params = (program.params[name] for name in names)
+    return float(sum(local_value(p.spec, p.layout or Layout(), mesh_sizes(program.mesh)).bytes for p in params))
