@@ -20,7 +20,7 @@ from autopar.verify import check_program
 from tests.conftest import Golden
 from tests.passes.models import traced
 
-LOCAL = "data-parallel,tensor-parallel,reshard,localize"
+LOCAL = "data-parallel,tensor-parallel,context-parallel,reshard,localize"
 GOLDENS = {
     "zero/mlp": ("Weights in quarters: tp cuts one dim, data ranks dim 0.", "mlp", "dp=2,tp=2", "zero{stage=3}"),
     "zero/copies": ("Two copies of shards over two ranks.", "tied", "dp=4", "zero{stage=2 shard=2}"),
