@@ -39,7 +39,7 @@ class ContextParallel(Pass):
     Does:
         Types every value on cp by an integer program whose only shards are those of the sequence. Ring attention keeps
         queries and passes keys and values around; Ulysses shards heads instead while attention runs. Causal rings take
-        the sequence in zigzag order where the prices say so, all else in contiguous runs. ``kind`` is ``ring``,
+        the sequence in zigzag order, all else in contiguous runs. ``kind`` is ``ring``,
         ``ulysses``, ``ring:A+ulysses:B`` (cp is split, the ring is major), or ``auto``: the cheapest of them.
     Requires:
         ANNOTATED by data-parallel and tensor-parallel: Ulysses shares out the heads that tp leaves.
@@ -75,14 +75,13 @@ class ContextParallel(Pass):
         best: tuple[float, Program, list[str]] | None = None
         first: AutoparError | None = None
         for parts in self._plans(program, context):
-            for zigzag in _orders(program, parts):
-                try:
-                    made = _planned(program.clone(), replace(context, warnings=[]), parts, zigzag)
-                except AutoparError as error:
-                    first = first or error
-                    continue
-                if best is None or made[0] < best[0]:
-                    best = made
+            try:
+                made = _planned(program.clone(), replace(context, warnings=[]), parts, _zigzag(program, parts))
+            except AutoparError as error:
+                first = first or error
+                continue
+            if best is None or made[0] < best[0]:
+                best = made
         if best is None:
             assert first is not None
             raise first
@@ -108,14 +107,11 @@ class ContextParallel(Pass):
         return (p for p in found if sizes is None or [n for _, n in p] == sizes)
 
 
-def _orders(program: Program, parts: Parts) -> tuple[bool, ...]:
-    """Whether zigzag order is tried: where a ring has a causal mask."""
-    causal = any(
-        node.target is ops.attention and arguments(node)["is_causal"]
-        for _, graph in program.graphs()
-        for node in graph.nodes
-    )
-    return (True, False) if causal and parts[0][0] == RING else (False,)
+def _zigzag(program: Program, parts: Parts) -> bool:
+    """Whether the sequence is held in zigzag order: where a ring has a causal mask, whose work it shares out."""
+    nodes = (node for _, graph in program.graphs() for node in graph.nodes)
+    causal = (node.target is ops.attention and arguments(node)["is_causal"] for node in nodes)
+    return parts[0][0] == RING and any(causal)
 
 
 def _planned(program: Program, context: Context, parts: Parts, zigzag: bool) -> tuple[float, Program, list[str]]:
@@ -135,7 +131,7 @@ def _planned(program: Program, context: Context, parts: Parts, zigzag: bool) -> 
 
         seeds = context_seeds(flow, batch, program.mesh, axis, zigzag)
         found = spread(flow, relations, seeds, allowed)
-        solution = solve(flow, _Space(program, context, flow, found, axis, kind, zigzag).choices())
+        solution = solve(flow, _Space(program, context, flow, found, axis, kind).choices())
         context.warnings += report_opaque(flow, found, solution, axis, strict=context.strict)
         context.warnings += check_sequence(flow, solution, axis)
         write(program, flow, axis, solution)
@@ -170,7 +166,6 @@ class _Space:
     found: Candidates
     axis: str
     kind: str
-    zigzag: bool
 
     def choices(self) -> Choices:
         flow, mesh = self.flow, self.program.mesh
@@ -185,7 +180,7 @@ class _Space:
             if node.target is ops.ring_attention and _shards(a):
                 keys = flow.inputs(node)[1:3]
                 moved = sum(convert(v, t, R) for v, t in zip(keys, a.inputs[1:3]))
-                return max(moved, prices(node, a) * self._imbalance(node))
+                return max(moved, prices(node, a))
             idle = bool(node.meta.get("diff")) and any(sharded[node]) and not _shards(a)
             return prices(node, a) + (WHOLE if idle else 0.0)
 
@@ -197,11 +192,6 @@ class _Space:
             source_price=lambda value, kind: 0.0,
             convert_price=convert,
         )
-
-    def _imbalance(self, node: fx.Node) -> float:
-        """The last rank's work in a causal ring over the mean: (2N-1)/N in contiguous order."""
-        ways = self.program.mesh.size(self.axis)
-        return (2 * ways - 1) / ways if arguments(node)["is_causal"] and not self.zigzag else 1.0
 
     def _options(self, node: fx.Node) -> list[Assignment]:
         relation = self.found.relations[node]

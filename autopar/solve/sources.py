@@ -123,9 +123,12 @@ def within(dim: int, length: int, major: int, ways: int) -> Shard | None:
 
 
 def sequence_seeds(flow: Flow, batch: dict[int, set[int]], mesh: Mesh, axis: str) -> Iterator[tuple[int, Shard]]:
-    """The middle dims of what products and norms make or take: positions, not rows of the batch and not features."""
+    """The middle dims of what products and norms make or take: positions, not rows of the batch and not features.
+
+    Another axis than cp shares out each of the chunks that cp will hold, in whatever order.
+    """
     parts = mesh.parts(mesh.base(axis))
-    major = 1
+    major = 2 * mesh.size("cp") if mesh.size("cp") > 1 and mesh.base(axis) != "cp" else 1
     for part in parts[: parts.index(axis)]:
         major *= mesh.size(part)
     for node, _ in flow.ops:

@@ -6,13 +6,14 @@ The nodes are replaced by the kind's graph, traced by itself, when the graph is 
 
 import functools
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from autopar.trace.blueprint import mode_of
 from autopar.trace.layers import Attribute, numbers, recording, repeated
 from autopar.trace.structure import Node, Structure, scan
 
@@ -223,8 +224,10 @@ class Bodies:
             if its_call is call and its_kind == kind and all(mine.get(a) == v for a, v in read.items()):
                 return body
         structure = Structure(call.structure.args, call.structure.kwargs, ())
+        with mode_of(element) or nullcontext():  # a mask of a long sequence must not take memory
+            inputs = [empty(one) for one in call.inputs]
         with recording(element, watched) as seen:
-            body = self.export(element, structure, [empty(one) for one in call.inputs])
+            body = self.export(element, structure, inputs)
         looks = [(shape, dtype) for shape, _, dtype, _ in call.results]
         if structure.output is None or structure.output.key != call.output.key or body.looks != looks:
             raise Unsafe("the layer's output is unlike that of the first of its kind")

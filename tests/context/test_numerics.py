@@ -57,6 +57,8 @@ def test_equals_the_unsharded_model(make: Any, args: tuple[Any, ...], mesh: str,
     [
         ("llama", "dp=2,cp=2", ""),
         ("llama", "cp=4", "context_parallel=ring:2+ulysses:2"),
+        ("llama", "cp=2,tp=2", "sequence_parallel"),
+        ("llama", "dp=2,cp=2", "zero=3"),
         ("bert", "cp=2", "context_parallel=ring"),
         ("gpt2", "cp=2,tp=2", "context_parallel=ulysses"),
         ("t5", "cp=2", "context_parallel=ring"),
