@@ -8,11 +8,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from autopar.cli import compare, dump, train, verify
+from autopar.cli import compare, dump, plan, train, verify
 from autopar.cli.screen import Screen
 from autopar.errors import AutoparError
 
-COMMANDS = (dump, verify, compare, train)
+COMMANDS = (dump, verify, compare, plan, train)
 EPILOG = """\
 MODEL is one of
   hf:NAME              a preset: llama3-8b, qwen3-8b, gpt2, ...; NAME-tiny is the same architecture with two layers
