@@ -207,8 +207,10 @@ class _Group:
         queries, keys = self.on(lambda t: t.heads[0]), self.on(lambda t: t.heads[1])
         ring = 3 * collective_seconds(self.hardware, "all_gather", keys * cp, cp, stride)
         work = self.on(lambda t: t.attention)
+        rate = self.hardware.memory_bandwidth * self.hardware.memory_efficiency
+        merge = (cp - 1) * 5 * queries / rate  # fp32 sums read and written, the turn's own result read
         ulysses = collective_seconds(self.hardware, "all_to_all", 2 * (2 * queries + keys) * cp, cp, stride)
-        return np.where(self.c.ulysses == 1, ulysses, np.maximum(0.0, ring - self.regime.overlap * work))
+        return np.where(self.c.ulysses == 1, ulysses, np.maximum(0.0, ring - self.regime.overlap * work) + merge)
 
     def _p2p(self) -> Array:
         """Sends to the next stage and back, of each microbatch."""

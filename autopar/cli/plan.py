@@ -1,13 +1,12 @@
 """``autopar plan``: the fastest strategies for a model on a cluster."""
 
 import argparse
-import json
 from typing import Any
 
 from autopar.cli.arguments import add_model, positive
 from autopar.cli.models import load
+from autopar.cli.plans import plans_text
 from autopar.cli.screen import Screen
-from autopar.plans import Plan
 
 
 def add(commands: Any) -> None:
@@ -46,21 +45,10 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         screen.say(plans.hint)
         return 1
     if args.json:
-        screen.write(json.dumps([record(p) for p in plans], indent=2) + "\n")
+        screen.write(plans_text([(str(i), p) for i, p in enumerate(plans, 1)], "json"))
     elif args.explain:
         for grid in plans[min(args.explain, len(plans)) - 1].tables():
             screen.out.print(grid)
     else:
         screen.out.print(plans.table(front=args.front))
     return 0
-
-
-def record(plan: Plan) -> dict[str, Any]:
-    """One plan as plain data: seconds, bytes."""
-    o = plan.option
-    return {
-        "mesh": plan.mesh, "strategy": plan.strategy, "rows": o.rows, "step_seconds": o.seconds,
-        "tokens_per_second_per_device": plan.tokens_per_second, "mfu": plan.mfu, "compute_seconds": o.compute,
-        "exposed_seconds": o.exposed, "bubble_seconds": o.bubble, "optimizer_seconds": o.optimizer,
-        "memory_bytes": o.memory, "peak_bytes": o.peak,
-    }  # fmt: skip
