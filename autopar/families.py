@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -77,8 +76,8 @@ def families(
 ) -> dict[tuple[bool, tuple[bool, bool]], Family]:
     """Families by (sequence parallelism, style), a style being (fused, regather) of ``cost.family.family``.
 
-    The model is traced once, without weights. Where its layouts do not hold on two tensor ranks, the only family is that
-    of data parallelism. Raises AutoparError where the model cannot be traced.
+    The model is traced once, without weights. Where its layouts do not hold on two tensor ranks, the only family is
+    that of data parallelism. Raises AutoparError where the model cannot be traced.
     """
     example = Example.of(args, kwargs)
     sizes = {n for p in (*model.parameters(), *model.buffers()) for n in p.shape}
@@ -120,4 +119,6 @@ def _lowered(program: Program, sequence: bool, context: Context) -> Program | No
 
 def _only_data(made: Family) -> Family:
     """A family that allows no tensor ranks: a prime that divides no larger size."""
-    return Family(made.sequence, made.units, made.order, {**made.divisors, "tp": frozenset({1})}, made.tied, made.length)
+    return Family(
+        made.sequence, made.units, made.order, {**made.divisors, "tp": frozenset({1})}, made.tied, made.length
+    )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autopar.cost import hardware as profiles
@@ -77,6 +78,14 @@ def regime_of(model: nn.Module, precision: str) -> Regime:
     return Regime(widths=Widths(own, own, 2 * own), compute_width=low, reduce_width=own, update=7.0 * own)
 
 
+def accelerator() -> str:
+    """The profile of this machine's device: by its name, "cpu" where there is none or it is not known."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    device = torch.cuda.get_device_name().lower()
+    return next((n for n in sorted(profiles.names(), key=len, reverse=True) if n.split("-")[0] in device), "cpu")
+
+
 def _hint(found: Found, forms: list[Forms], machine: Hardware, space: Space, regime: Regime) -> str:
     """What is over by how much, and the first of a few changes that fits."""
     least = found.smallest()
@@ -105,4 +114,26 @@ def _relaxed(space: Space) -> list[tuple[str, Space]]:
     return out
 
 
+def choose(
+    model: nn.Module,
+    ranks: int,
+    args: tuple[Any, ...] | None,
+    kwargs: Mapping[str, Any] | None,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    hardware: str = "cpu",
+) -> tuple[str, str]:
+    """(mesh, strategy) as text: the fastest plan that this version runs, on ``ranks`` devices with these rows each.
 
+    Every rank finds the same. Raises AutoparError ``nothing-fits``, or ``input-structure`` without example inputs.
+    """
+    if args is None and kwargs is None:
+        raise AutoparError("input-structure", 'strategy="auto" without example inputs', "give args= or kwargs=")
+    example = Example.of(args or (), kwargs or {})
+    plans = plan(
+        model, f"{hardware}x{ranks}", args or (), kwargs, batch=example.rows * ranks, loss=loss, precision="fp32",
+        axes=("dp", "tp"), count=1,
+    )  # fmt: skip
+    if not plans:
+        raise AutoparError("nothing-fits", plans.hint, "more devices, fewer rows or shorter ones")
+    return plans[0].mesh, plans[0].strategy

@@ -1,18 +1,20 @@
 """What a search found, for people: ranked plans, why each neighbour is worse, what is over where nothing fits."""
 
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table as Grid
 
+from autopar.cost.forms import POLICIES
 from autopar.cost.hardware import Hardware
 from autopar.cost.search import Found, Option, Table
-from autopar.cost.step import ORDER
+from autopar.cost.step import ORDER, SCHEDULES
 from autopar.cost.table import duration, size
-
-WHAT = ("sequence", "rows", "zero", "shard", "recompute", "schedule", "virtual", "offload", "context", "order")
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,6 @@ class Plan:
     @property
     def mfu(self) -> float:
         """Model flops over what all devices could do meanwhile in bfloat16."""
-        import torch
-
         return self.option.flops / (self.seconds * self.ranks * self.hardware.flops_per_second(torch.bfloat16))
 
     def neighbours(self) -> list[tuple[str, Option]]:
@@ -91,7 +91,7 @@ class Plan:
 
     def explain(self) -> str:
         """The step by its parts, the memory by kind, and why each neighbour is worse."""
-        console = Console(width=120, record=True, file=_Nowhere(), highlight=False)
+        console = Console(width=120, record=True, file=io.StringIO(), highlight=False)
         for grid in self.tables():
             console.print(grid)
         return console.export_text()
@@ -112,16 +112,6 @@ class Plan:
         yield _two("neighbours: the best with one change", ("change", "mesh", "strategy", "why worse"), rows)
 
 
-class _Nowhere:
-    """A file that keeps nothing."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        return None
-
-
 @dataclass(frozen=True)
 class Plans(Sequence[Plan]):
     """Plans that fit, fastest first; none where nothing fits.
@@ -135,14 +125,14 @@ class Plans(Sequence[Plan]):
     found: Found
     hint: str = ""
 
-    def __getitem__(self, index):  # type: ignore[no-untyped-def, override]
+    def __getitem__(self, index: Any) -> Any:
         return self.plans[index]
 
     def __len__(self) -> int:
         return len(self.plans)
 
     def __str__(self) -> str:
-        console = Console(width=160, record=True, file=_Nowhere(), highlight=False)
+        console = Console(width=160, record=True, file=io.StringIO(), highlight=False)
         console.print(self.table() if self.plans else self.hint)
         return console.export_text()
 
@@ -163,7 +153,9 @@ class Plans(Sequence[Plan]):
 def _two(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Grid:
     grid = Grid(title=title, title_justify="left", title_style="bold", header_style="bold cyan")
     for name in columns:
-        grid.add_column(name, justify="left" if name in ("mesh", "strategy", "change", "why worse", columns[0]) else "right")
+        grid.add_column(
+            name, justify="left" if name in ("mesh", "strategy", "change", "why worse", columns[0]) else "right"
+        )
     for row in rows:
         grid.add_row(*row)
     return grid
@@ -189,9 +181,6 @@ def _changes(option: Option, table: Table) -> Iterator[tuple[str, int]]:
     """(what changed, row) of the rows that differ from the option in one respect."""
     c, s = table.candidates, option.sizes
     moved = np.stack([c.sizes[a] != s[a] for a in ORDER])
-    from autopar.cost.forms import POLICIES
-    from autopar.cost.step import SCHEDULES
-
     cp = np.where(c.ulysses == 1, "ulysses", "ring") == (option.context or "ring")
     same = {
         "sequence parallelism": np.full(len(c), table.forms.family.sequence == option.sequence),
@@ -209,14 +198,14 @@ def _changes(option: Option, table: Table) -> Iterator[tuple[str, int]]:
         for i in _few(np.flatnonzero(stay & ~equal & (different == 1)), table):
             yield name, i
     pair = (moved.sum(axis=0) == 2) & (different == 0)
-    for i in np.flatnonzero(pair):
+    for i in map(int, np.flatnonzero(pair)):
         up = next(a for a in ORDER if c.sizes[a][i] > s[a])
         down = next((a for a in ORDER if c.sizes[a][i] < s[a]), "")
         if c.sizes[up][i] == 2 * s[up]:
-            yield f"{down} to {up}", int(i)
+            yield f"{down} to {up}", i
 
 
-def _few(rows: np.ndarray, table: Table) -> list[int]:
+def _few(rows: Any, table: Table) -> list[int]:
     """The fastest and the smallest of some rows."""
     if not len(rows):
         return []

@@ -1,9 +1,10 @@
 """Predictions for rows of published or planned runs: architecture numbers, layout and machine to time and memory.
 
-Each architecture is built as a Hugging Face configuration, traced once on the meta device and lowered to families; a row
-is one candidate of its family. No formula of a transformer enters.
+Each architecture is built as a Hugging Face configuration, traced once on the meta device and lowered to families; a
+row is one candidate of its family. No formula of a transformer enters.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +21,7 @@ from autopar.cost.regime import FSDP, MEGATRON, NANOTRON, Regime
 from autopar.cost.step import SCHEDULES, Candidates, Steps, steps
 from autopar.errors import AutoparError
 from autopar.families import families
+from autopar.presets.numbers import number, numbers
 
 Row = Mapping[str, str]
 COLUMNS = (
@@ -28,42 +30,14 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def number(row: Row, name: str, default: float) -> float:
-    """A column, or its default where it is empty."""
-    return float(row[name]) if row.get(name, "") not in ("", None) else default
-
-
 def model_of(row: Row) -> nn.Module:
     """The model of a row's architecture numbers, on the meta device. Raises AutoparError ``missing-architecture``."""
     import transformers
 
-    needed = ("n_layers", "hidden", "heads", "vocab")
-    missing = [n for n in needed if not row.get(n)]
-    if missing:
-        raise AutoparError("missing-architecture", f"the row has no {', '.join(missing)}", f"fill {', '.join(needed)}")
-    layers, hidden, heads, vocab = (int(row[n]) for n in needed)
-    inner = int(number(row, "ffn_hidden", 4 * hidden))
-    if "llama" in row.get("arch", "") or number(row, "kv_heads", heads) != heads:
-        config: Any = transformers.LlamaConfig(
-            num_hidden_layers=layers, hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads,
-            num_key_value_heads=int(number(row, "kv_heads", heads)), vocab_size=vocab,
-            max_position_embeddings=131072, tie_word_embeddings=_tied(row, layers, hidden, inner, heads, vocab),
-        )  # fmt: skip
-    else:
-        config = transformers.GPT2Config(
-            n_layer=layers, n_embd=hidden, n_inner=inner, n_head=heads, vocab_size=vocab,
-            n_positions=131072, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
-        )  # fmt: skip
+    fields = numbers(row)
+    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config).train()
-
-
-def _tied(row: Row, layers: int, hidden: int, inner: int, heads: int, vocab: int) -> bool:
-    """Whether the row's number of parameters is that with one table for embedding and head."""
-    known = number(row, "params_b", 0.0) * 1e9
-    keys = hidden * number(row, "kv_heads", heads) / heads
-    block = layers * (2 * hidden * hidden + 2 * hidden * keys + 3 * hidden * inner)
-    return known > 0 and abs(known - block - vocab * hidden) < abs(known - block - 2 * vocab * hidden)
 
 
 def machine_of(row: Row) -> Hardware:
@@ -97,9 +71,7 @@ class Predictor:
     def forms(self, row: Row, regime: Regime, sequence: bool) -> Forms:
         """The closed forms of a row's model under its regime."""
         style = (regime.fused, regime.regather)
-        numbers = tuple(row.get(n, "") for n in ("n_layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab", "arch"))
-        tied = _tied(row, *(int(number(row, n, 1)) for n in ("n_layers", "hidden", "ffn_hidden", "heads", "vocab")))
-        key = (*numbers, tied, style)
+        key = (tuple(sorted(numbers(row).items())), style)
         if key not in self.known:
             ids = torch.zeros(2, 4096, dtype=torch.int64, device="meta")
             kwargs = {"input_ids": ids, "labels": torch.zeros_like(ids)}
@@ -108,8 +80,13 @@ class Predictor:
         return Forms(found[sequence and (True, style) in found, style])
 
     def price(self, row: Row) -> tuple[Steps, Candidates, Hardware]:
-        """A row's step. Empty columns: tp with sequence parallelism, no interleaving, ZeRO 3 with FSDP, else 1 where dp
-        has several ranks, the fastest microbatch that fits."""
+        """A row's step.
+
+        Empty columns: tp with sequence parallelism, no interleaving, ZeRO 3 with FSDP, else 1 where dp has several
+        ranks, the fastest microbatch that fits.
+        """
+        if "fp8" in row.get("precision", "").lower():
+            raise AutoparError("unpriced-precision", "matmuls in fp8 have no profile", "predict bf16 or fp16 runs")
         regime, machine = regime_of(row), machine_of(row)
         sequence = number(row, "tp", 1) > 1 and number(row, "sp", 1) == 1
         forms = self.forms(row, regime, sequence)
@@ -142,7 +119,7 @@ class Predictor:
 def _candidates(row: Row, regime: Regime, forms: Forms) -> Candidates:
     """The row's candidate, or one for each microbatch that divides the batch where it names none."""
     sizes = {a: number(row, a, 1) for a in ("pp", "ep", "cp", "tp")}
-    sizes["dp"] = number(row, "dp", number(row, "n_gpus", 1) / np.prod(list(sizes.values())))
+    sizes["dp"] = number(row, "dp", number(row, "n_gpus", 1) / math.prod(sizes.values()))
     if sizes["ep"] > 1:
         sizes["dp"] = sizes["dp"] / sizes["ep"]
     data = sizes["dp"] * sizes["ep"]
@@ -157,13 +134,16 @@ def _candidates(row: Row, regime: Regime, forms: Forms) -> Candidates:
     schedule = "interleaved" if virtual > 1 else "1f1b"
     policy = next((p for p in POLICIES if row.get("recompute", "").startswith(p)), "none")
     zero = number(row, "zero_stage", 3 if regime.engine else float(data > 1))
-    constant = {
+    constant: dict[str, Any] = {
         "zero": zero, "shard": 0, "recompute": POLICIES.index(policy), "schedule": SCHEDULES.index(schedule),
         "virtual": virtual, "offload": 0, "ulysses": 0,
     }  # fmt: skip
     count = len(rows)
+    columns: Any = {n: np.full(count, float(v)) for n, v in constant.items()}
     return Candidates(
-        sizes={a: np.full(count, float(n)) for a, n in sizes.items()}, rows=np.array(rows, float),
-        microbatches=np.ceil(own / np.array(rows, float)), positions=number(row, "seq_len", 4096),
-        **{n: np.full(count, float(v)) for n, v in constant.items()},
-    )  # fmt: skip
+        sizes={a: np.full(count, float(n)) for a, n in sizes.items()},
+        rows=np.array(rows, float),
+        microbatches=np.ceil(own / np.array(rows, float)),
+        positions=number(row, "seq_len", 4096),
+        **columns,
+    )

@@ -19,8 +19,8 @@ from autopar.planner import USABLE, planned, regime_of
 from autopar.plans import Plan
 
 FIELDS = (
-    "sequence_parallel", "zero", "zero_shard_size", "microbatches", "schedule", "virtual_stages", "recompute", "offload",
-    "context_parallel",
+    "sequence_parallel", "zero", "zero_shard_size", "microbatches", "schedule", "virtual_stages", "recompute",
+    "offload", "context_parallel",
 )  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def compare(
     sequence: int | None = None,
     precision: str = "bf16",
 ) -> list[tuple[str, Plan]]:
-    """The price of (name, mesh, fields of Strategy) each, in the order given; the mesh ``auto`` is what ``plan`` chooses.
+    """The price of (name, mesh, fields of Strategy) each, in the order given; mesh ``auto``: what ``plan`` chooses.
 
     Raises AutoparError where a strategy does not divide the model or the batch.
     """
@@ -108,5 +108,3 @@ def candidate(mesh: Mesh, fields: Mapping[str, Any], forms: Forms, batch: int, p
         {a: np.array([float(n)]) for a, n in sizes.items()}, **{n: np.array([float(v)]) for n, v in values.items()},
         positions=float(positions), order=(*missing, *mesh.names),
     )  # fmt: skip
-
-

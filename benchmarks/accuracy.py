@@ -1,8 +1,8 @@
 """Predicted against published: time and memory errors of each file, rank correlation within model and size.
 
-    python benchmarks/accuracy.py [--fold] [FILE.csv ...]
+    python benchmarks/accuracy.py [--rows] [FILE.csv ...]
 
-Rows are in benchmarks/data, each with its source. One set of parameters serves all of them (cost/hardware, cost/regime).
+Rows are in benchmarks/data, each with its source. One set of parameters serves all (cost/hardware, cost/regime).
 """
 
 import argparse
@@ -39,7 +39,10 @@ def report(name: str, rows: list[dict[str, str]], found: list[dict[str, str]]) -
     print(f"{name}: {len(priced)} of {len(rows)} rows priced")
     for why in sorted({f["pred_error"] for f in found if f["pred_error"]}):
         print(f"    not priced: {why[:100]}")
-    for what, seen, guess in (("time", "iter_time_s", "pred_iter_time_s"), ("memory", "peak_mem_gb", "pred_peak_mem_gb")):
+    for what, seen, guess in (
+        ("time", "iter_time_s", "pred_iter_time_s"),
+        ("memory", "peak_mem_gb", "pred_peak_mem_gb"),
+    ):
         pairs = [(float(f[guess]), float(r[seen])) for r, f in priced if r.get(seen)]
         if pairs:
             error = np.array([p / s - 1 for p, s in pairs])
@@ -70,7 +73,9 @@ def main() -> None:
         report(path.stem, rows, found)
         if args.rows:
             for r, f in zip(rows, found):
-                print("   ", r["id"], r["iter_time_s"], f["pred_iter_time_s"], r.get("peak_mem_gb"), f["pred_peak_mem_gb"])
+                print(
+                    "   ", r["id"], r["iter_time_s"], f["pred_iter_time_s"], r.get("peak_mem_gb"), f["pred_peak_mem_gb"]
+                )
 
 
 if __name__ == "__main__":

@@ -57,7 +57,11 @@ def _starts(weights: tuple[float, ...], limit: float, stages: int) -> tuple[int,
         share, load = left / (stages - stage + 1), 0.0
         while at < len(weights) - (stages - stage):
             w = weights[at]
-            if load and (load + w > limit * (1 + 1e-9) or load + w / 2 > share) and _filled(weights[at:], limit * (1 + 1e-9)) <= stages - stage:
+            if (
+                load
+                and (load + w > limit * (1 + 1e-9) or load + w / 2 > share)
+                and _filled(weights[at:], limit * (1 + 1e-9)) <= stages - stage
+            ):
                 break
             load, at = load + w, at + 1
         starts.append(at)

@@ -15,16 +15,16 @@ from torch import fx
 
 from autopar.cost import communication
 from autopar.cost.compute import Shapes, Value, bound, differentiable
-from autopar.cost.kernels import Kernel, kernels
 from autopar.cost.keep import gathers, keeps
+from autopar.cost.kernels import Kernel, kernels
 from autopar.cost.price import BACKWARD, FORWARD
 from autopar.cost.shares import layouts, local_value
 from autopar.cost.symbols import Number, axis_sizes, product, ratio
+from autopar.errors import AutoparError
 from autopar.ir import ops
 from autopar.ir.layout import I, Layout, R, Shard
 from autopar.ir.mesh import KNOWN_AXES
 from autopar.ir.program import Program, Spec, specs
-from autopar.ir.units import users_of
 
 FIRST, LAST = "first", "last"
 ROWS = sympy.Symbol("b", integer=True, positive=True)
@@ -34,7 +34,7 @@ AXES = axis_sizes(KNOWN_AXES)
 
 @dataclass(frozen=True)
 class Primes:
-    """Sizes by which batch and sequence are known: the example has ``2 * rows`` rows and ``2 * positions`` positions."""
+    """Sizes by which batch and sequence are known: the example has twice as many rows and positions."""
 
     rows: int
     positions: int | None = None
@@ -42,13 +42,19 @@ class Primes:
 
     @staticmethod
     def apart(sizes: Iterable[int], longest: int | None) -> "Primes":
-        """Primes that divide none of the model's sizes. ``longest``: sequence to come close to, None for no sequence."""
+        """Primes that divide none of the model's sizes. ``longest``: sequence to come close to, None for no sequence.
+
+        Raises AutoparError ``no-example-sizes``.
+        """
         known = set(sizes)
-        free = [p for p in sympy.primerange(29, max(600, longest or 0)) if not any(n % p == 0 for n in known if n)]
-        if longest is None:
-            return Primes(free[0])
-        fitting = [p for p in free[1:] if 2 * p <= longest]
-        return Primes(free[0], fitting[-1] if fitting else None)
+        free = [p for p in sympy.primerange(5, max(600, longest or 0)) if not any(n % p == 0 for n in known if n)]
+        rows = next((p for p in free if p >= 29), None)
+        positions = next((p for p in reversed(free) if 2 * p <= (longest or 0) and p != rows), None)
+        if rows is None or (positions is None and longest is not None):
+            raise AutoparError(
+                "no-example-sizes", "the model has sizes that every small prime divides", "a longer sequence"
+            )
+        return Primes(rows, positions)
 
     def size(self, length: int) -> Number:
         """A global size in symbols; positions are those of one context rank."""
@@ -65,7 +71,7 @@ class Primes:
 
 @dataclass(frozen=True)
 class Message:
-    """A collective of one unit on one mesh axis: bytes of the whole value; ``again`` where it repeats a forward gather."""
+    """A collective of one unit on one mesh axis: bytes of the whole value; ``again``: a repeated gather."""
 
     axis: str
     collective: str
@@ -133,7 +139,9 @@ def family(
     kept = keeps(program, shapes, sides, fused, regather)
     parameters = _parameters(program, primes, sides)
     units = [
-        _unit(name, graph, nodes, len(program.calls_of(name)) or 1, shapes, parameters[name], kept[name], fused, regather)
+        _unit(
+            name, graph, nodes, len(program.calls_of(name)) or 1, shapes, parameters[name], kept[name], fused, regather
+        )
         for name, graph, nodes in _pieces(program, sides)
     ]
     order = tuple(1 + names.index(str(c.target)) for c in program.calls())
@@ -181,11 +189,14 @@ def _unit(
     for node, kernel in kernels(graph, shapes, fused):
         if node in nodes:
             count[kernel] += 1
-    messages = [m for n in graph.nodes if n in nodes and n.target is ops.convert for m in _messages(n, shapes, regather)]
+    messages = [
+        m for n in graph.nodes if n in nodes and n.target is ops.convert for m in _messages(n, shapes, regather)
+    ]
     attention = [n for n in graph.nodes if n in nodes and n.target is ops.attention]
     heads = (sum(_bytes(n, "q", shapes) for n in attention), sum(_bytes(n, a, shapes) for n in attention for a in "kv"))
     work = tuple((times, kernel) for kernel, times in count.items())
-    return Unit(name, calls, work, tuple(messages), parameters, kept, kept["hidden"], heads)
+    held = {policy: kept[policy] for policy in ("none", "selective", "full")}
+    return Unit(name, calls, work, tuple(messages), parameters, held, kept["hidden"], heads)
 
 
 def _bytes(node: fx.Node, name: str, shapes: Shapes) -> Number:

@@ -85,7 +85,8 @@ class UnitForms:
 
     def times(self, points: Points, links: Links, hardware: Hardware) -> UnitTimes:
         """The unit on a grid. ``points``: arrays by ``b``, ``s`` and axis."""
-        work = self._kernels(points).reshape(len(self.unit.kernels), 7, -1)
+        count = len(self.unit.kernels)
+        work = self._kernels(points).reshape(count, 7, -1) if count else np.zeros((0, 7, 1))
         zero = np.zeros(np.broadcast_shapes(*(np.shape(p) for p in points.values())))
         forward, backward, again, attention = zero.copy(), zero.copy(), zero.copy(), zero.copy()
         widest = zero.copy()

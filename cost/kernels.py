@@ -86,7 +86,7 @@ def fusion(graph: fx.Graph) -> Mapping[fx.Node, fx.Node]:
 
 
 def kept(node: fx.Node, shapes: Shapes, groups: Mapping[fx.Node, fx.Node]) -> Saved:
-    """What autograd keeps of ``node``, as ``memory.saved``; a fused kernel keeps what it reads instead of its inside."""
+    """What autograd keeps of ``node``, as ``memory.saved``; a fused kernel keeps what it reads, not its inside."""
     own = saved(node, shapes)
     if node not in groups:
         return own

@@ -43,7 +43,9 @@ def collective_seconds(hardware: Hardware, collective: str, whole: Any, ways: An
     inner, outer = hardware.inner, hardware.outer
     inside = np.minimum(ways, np.maximum(1, hardware.node // stride))
     nodes = np.ceil(ways / inside)
-    across = np.where(inside == 1, outer.rate(collective), np.minimum(inner.rate(collective), inside * outer.rate(collective)))
+    across = np.where(
+        inside == 1, outer.rate(collective), np.minimum(inner.rate(collective), inside * outer.rate(collective))
+    )
     rate = np.where(nodes == 1, inner.rate(collective), across)
     rounds = 2 if collective == "all_reduce" else 1
     outside = rounds * (nodes - 1)

@@ -44,14 +44,14 @@ class Regime:
 MEGATRON = Regime(
     widths=Widths(2, 4, 12), fused=True, regather=True, engine=False, overlap=0.0, even=True, workspace=2.0, copies=3.8
 )
-"""Megatron-LM with Transformer Engine: bf16 weights, fp32 gradients and optimizer, fused kernels; the two sizes of what is
-alive for a moment are fitted to the B200 rows of SimuMax (benchmarks/data)."""
+"""Megatron-LM with Transformer Engine: bf16 weights, fp32 gradients and optimizer, fused kernels; the two sizes of what
+is alive for a moment are fitted to the B200 rows of SimuMax (benchmarks/data)."""
 
 NANOTRON = Regime(
     widths=Widths(2, 4, 12), fused=False, regather=True, engine=False, overlap=0.0, hidden=0.53, host=32e-6,
     workspace=12.0, copies=2.5, reserve=2.0**30,
 )  # fmt: skip
-"""nanotron: eager kernels, tensor parallelism with asynchronous gathers; fitted to the playbook's rows (benchmarks/data)."""
+"""nanotron: eager kernels, asynchronous gathers over tp; fitted to the playbook's rows (benchmarks/data)."""
 
 FSDP = Regime(widths=Widths(4, 4, 8), overlap=0.8, update=28.0)
 """``fully_shard`` or Composer's FSDP around eager kernels, fp32 states, bf16 compute."""

@@ -20,8 +20,7 @@ class Space:
 
     Args:
         ranks: devices. node: devices of a node. batch: rows of the global batch. positions: of a row.
-        axes: mesh axes that may have several ranks. techniques: whether pipelines' schedules, offload and HSDP are tried.
-        largest: sizes that no axis exceeds, by axis.
+        axes: mesh axes that may have several ranks. offload: whether states lie in host memory.
     """
 
     ranks: int
@@ -34,7 +33,7 @@ class Space:
 
 def degrees(space: Space, family: Family) -> list[tuple[int, ...]]:
     """(pp, dp, ep, cp, tp) whose product is the number of ranks and that the family's layouts allow, in order."""
-    out = []
+    out: list[tuple[int, ...]] = []
     options = [_options(axis, space, family) for axis in ("pp", "ep", "cp", "tp")]
     for pp, ep, cp, tp in every(*options):
         dp, rest = divmod(space.ranks, pp * ep * cp * tp)
@@ -125,4 +124,8 @@ def _schedules(family: Family, pp: int, microbatches: int) -> Iterator[tuple[int
 
 def _columns(table: Any, space: Space, order: tuple[str, ...]) -> Candidates:
     sizes = dict(zip(("pp", "dp", "ep", "cp", "tp"), table.T[:5]))
-    return Candidates(sizes, *table.T[5:], positions=float(space.positions), order=order)
+    columns: Any = table.T[5:]
+    rows, parts, zero, shard, policy, schedule, virtual, offload, ulysses = columns
+    return Candidates(
+        sizes, rows, parts, zero, shard, policy, schedule, virtual, offload, ulysses, float(space.positions), order
+    )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from autopar.cost.cut import stages_of
-from autopar.cost.forms import BACKWARD, FORWARD, POLICIES, Forms, UnitTimes
+from autopar.cost.forms import BACKWARD, FORWARD, POLICIES, Forms
 from autopar.cost.hardware import Hardware
 from autopar.cost.links import Links, collective_seconds
 from autopar.cost.polynomials import Array, Polynomials
@@ -89,7 +89,9 @@ def steps(forms: Forms, hardware: Hardware, candidates: Candidates, regime: Regi
         where = np.flatnonzero(candidates.sizes["pp"] == pp)
         for virtual in np.unique(candidates.virtual[where]):
             inside = where[candidates.virtual[where] == virtual]
-            parts.append((inside, _Group(forms, hardware, candidates.take(inside), regime, int(pp), int(virtual)).steps()))
+            parts.append(
+                (inside, _Group(forms, hardware, candidates.take(inside), regime, int(pp), int(virtual)).steps())
+            )
     return _joined(parts, len(candidates))
 
 
@@ -127,7 +129,7 @@ class _Group:
         else:
             self.tied = np.zeros(1)
 
-    def _points(self) -> tuple[dict[str, Array], Array]:
+    def _points(self) -> tuple[dict[str, Array], Any]:
         """Distinct sizes of a microbatch and its axes, and the index of each candidate's."""
         c = self.c
         names = ("dp", "ep", "cp", "tp", "b", "s")
@@ -248,7 +250,7 @@ class _Group:
         return collective_seconds(self.hardware, collective, elements * width, self._share(group), stride)
 
     def _gathers(self, own: Array) -> Array:
-        """Stage 3: parameters gathered twice and gradients scattered, of every microbatch; what compute does not hide."""
+        """Stage 3: what compute does not hide of two gathers of parameters and a scatter of gradients a microbatch."""
         total: Any = 0.0
         for group, elements in self._elements().items():
             total = total + 2 * self._data("all_gather", elements, self.regime.compute_width, group)
@@ -318,7 +320,9 @@ class _Group:
 
     def _activations(self) -> Array:
         """Kept by the microbatches in flight, and one block's inside while it is computed again."""
-        each = np.choose(self.c.recompute.astype(int)[None, :], [self.on(lambda t, p=p: t.activations[p]) for p in POLICIES])
+        each = np.choose(
+            self.c.recompute.astype(int)[None, :], [self.on(lambda t, p=p: t.activations[p]) for p in POLICIES]
+        )
         each = each * self._in_flight()
         block = max((t.activations["none"] for t in self.times[1:-1]), key=np.max, default=np.zeros(1))
         inside = np.broadcast_to(block, (self.back.max() + 1,))[self.back]
@@ -327,6 +331,8 @@ class _Group:
     def _in_flight(self) -> Array:
         """Microbatches whose activations a rank holds at its fullest (arXiv:2205.05198, appendix B and C)."""
         m, rank = self.c.microbatches[None, :], self.first[:, None]
-        after = np.minimum(m, self.pp - rank) * (1.0 if self.virtual == 1 else 1 + (self.pp - 1) / (self.pp * self.virtual))
+        after = np.minimum(m, self.pp - rank) * (
+            1.0 if self.virtual == 1 else 1 + (self.pp - 1) / (self.pp * self.virtual)
+        )
         every, most = m + 0.0 * rank, np.minimum(m, self.pp) + 0.0 * rank
         return np.choose(self.c.schedule.astype(int)[None, :], [after, every, after, after, most])

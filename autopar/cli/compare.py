@@ -27,8 +27,8 @@ def add(commands: Any) -> None:
         "strategies",
         nargs="+",
         metavar="STRATEGY",
-        help="mesh axes and Strategy fields, as tp=8,sequence_parallel=true; with --cluster also ddp, zero1, fsdp, hsdp, "
-        "tp, megatron, auto; or two files: MODEL and STRATEGY are dumps or plans whose difference is shown",
+        help="mesh axes and Strategy fields, as tp=8,sequence_parallel=true; with --cluster also ddp, zero1, fsdp, "
+        "hsdp, tp, megatron, auto; or two files: MODEL and STRATEGY are dumps or plans whose difference is shown",
     )
     parser.add_argument("--mesh", metavar="AXES", help="as dp=2,tp=4: the mesh of strategies that name no axis")
     parser.add_argument(

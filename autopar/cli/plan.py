@@ -22,7 +22,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="default bf16")
     parser.add_argument("--axes", metavar="NAMES", default="pp,dp,ep,cp,tp", help="mesh axes to use (default all)")
     parser.add_argument("--top", type=positive, metavar="N", default=8, help="plans to show (default 8)")
-    parser.add_argument("--explain", type=positive, metavar="N", help="plan N in full, and why its neighbours are worse")
+    parser.add_argument(
+        "--explain", type=positive, metavar="N", help="plan N in full, and why its neighbours are worse"
+    )
     parser.add_argument("--front", action="store_true", help="the Pareto front of time and memory instead")
     parser.add_argument("--json", action="store_true", help="the plans as json")
     parser.set_defaults(run=run)

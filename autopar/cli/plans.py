@@ -44,7 +44,9 @@ def plans_table(rows: Rows) -> Table:
     fitting = [p.seconds for _, p in rows if p.memory <= p.found.limit]
     axes = sorted({a for _, p in rows for a in p.option.exposed})
     kinds = list(dict.fromkeys(k for _, p in rows for k, v in p.option.memory.items() if v))
-    table = Table(title="one step, and the fullest device", title_justify="left", title_style="bold", header_style="bold cyan")
+    table = Table(
+        title="one step, and the fullest device", title_justify="left", title_style="bold", header_style="bold cyan"
+    )
     table.add_column("name")
     table.add_column("mesh and strategy", overflow="fold")
     heads = ("step", "tokens/s/device", "MFU", *(f"{a} exposed" for a in axes), "bubble", "memory", *kinds)
