@@ -8,7 +8,7 @@ from torch import fx
 
 from autopar.cost.compute import Shapes, bound, differentiable, node_cost
 from autopar.cost.kernels import fusion, kept
-from autopar.cost.memory import owner, saved, storage
+from autopar.cost.memory import owner_of, saved, storage
 from autopar.cost.symbols import Number
 from autopar.ir import ops
 from autopar.ir.layout import Shard
@@ -71,7 +71,7 @@ def _everything(
             unit = sides[node] if call is None else name
             total[unit] = total[unit] + what.extra
             held = (_shards(v) if regather else v for v in what.values)
-            values.update(filter(None, (owner(program, call, v) for v in held)))
+            values.update(filter(None, (owner_of(program, call, v) for v in held)))
     count = Counter((sides[node] if call is None else str(call.target), node) for call, node in values)
     for (unit, node), times in count.items():
         total[unit] = total[unit] + times * _bytes(node, shapes)

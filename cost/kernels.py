@@ -15,9 +15,10 @@ from torch import fx
 
 from autopar.cost.compute import Shapes, differentiable, is_view, node_cost, op_name
 from autopar.cost.memory import Saved, moves_nothing, saved, storage
+from autopar.cost.program import work_dtype
 from autopar.cost.symbols import Number
 from autopar.ir import ops
-from autopar.ir.program import Spec, specs, tensor_args
+from autopar.ir.program import tensor_args
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,6 @@ class Kernel:
     bytes: tuple[Number, Number]
     dims: tuple[Number, Number, Number] | None
     dtype: torch.dtype
-
-
-def work_dtype(node: fx.Node) -> torch.dtype:
-    """The dtype that an op computes in: the first floating one of its results and inputs."""
-    found: Iterator[Spec | None] = (s for n in (node, *node.all_input_nodes) for s in specs(n))
-    return next((s.dtype for s in found if isinstance(s, Spec) and s.is_float), torch.float32)
 
 
 def kernels(graph: fx.Graph, shapes: Shapes, fused: bool = False) -> list[tuple[fx.Node, Kernel]]:
