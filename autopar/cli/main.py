@@ -8,11 +8,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from autopar.cli import compare, cost, dump, plan, predict, train, verify
+from autopar.cli import calibrate, compare, cost, dump, plan, predict, train, verify
 from autopar.cli.screen import Screen
 from autopar.errors import AutoparError
 
-COMMANDS = (dump, verify, plan, compare, cost, predict, train)
+COMMANDS = (dump, verify, plan, compare, cost, predict, calibrate, train)
 EPILOG = """\
 MODEL is one of
   hf:NAME              a preset: llama3-8b, qwen3-8b, gpt2, ...; NAME-tiny is the same architecture with two layers
