@@ -5,12 +5,14 @@ from autopar.checkpoint.folder import latest, step_folder
 from autopar.checkpoint.safetensors import Weights
 from autopar.emit.module import ParallelModule
 from autopar.errors import AutoparError, AutoparWarning
+from autopar.planner import plan
+from autopar.plans import Plan, Plans
 from autopar.strategy import Strategy
 from autopar.trace.registered import experts, register_experts
 from autopar.verify.numerics import Report, verify
 
 __version__ = "0.1.0"
 __all__ = [
-    "AutoparError", "AutoparWarning", "ParallelModule", "Report", "Strategy", "Weights", "__version__", "experts",
-    "latest", "parallelize", "register_experts", "step_folder", "verify",
+    "AutoparError", "AutoparWarning", "ParallelModule", "Plan", "Plans", "Report", "Strategy", "Weights",
+    "__version__", "experts", "latest", "parallelize", "plan", "register_experts", "step_folder", "verify",
 ]  # fmt: skip

@@ -20,6 +20,7 @@ from autopar.emit.units import Container
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Param
+from autopar.planner import accelerator, choose
 from autopar.runtime.agreement import Agreement
 from autopar.runtime.heartbeat import PATIENCE, guard, start
 from autopar.runtime.random import Streams
@@ -51,7 +52,8 @@ def parallelize(
             absent; a model without them is compiled at its first call.
         loss: from the model's output to a scalar; by default the output's ``loss``, or a scalar output.
         batch_dims: batch dim of each input by dotted name or in order; by default dim 0 of all as long as the first.
-        strategy: a Strategy, or its text.
+        strategy: a Strategy, its text, or "auto": the fastest that ``plan`` finds for the devices of ``mesh``, whose
+            axes are then chosen too.
         seed: of random streams (dropout), and of initial weights that are on the meta device.
         device: where this rank's shards are put, by default the mesh's; "meta" allocates nothing.
         weights: a folder of safetensors files from which each rank reads its own slices, instead of the model's values.
@@ -61,6 +63,9 @@ def parallelize(
     Raises:
         AutoparError: with a slug, before any collective but an exchange of hashes and row counts.
     """
+    if strategy == "auto":
+        ranks = mesh.size() if isinstance(mesh, DeviceMesh) else resolve(mesh, "cpu")[0].world
+        mesh, strategy = choose(model, ranks, args, kwargs, loss=loss, hardware=accelerator())
     strategy = Strategy.of(strategy)
     sizes, over = resolve(mesh, next((p.device.type for p in model.parameters()), "cpu"))
     agreement = Agreement.over(sizes, tuple(over.mesh.flatten().tolist()) if over is not None else (0,))

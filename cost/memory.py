@@ -192,12 +192,13 @@ def storage(node: fx.Node) -> fx.Node:
             source: Any = node.args[0]
             if not is_view(source):
                 return node
-        elif not (is_view(node) or _moves_nothing(node)):
+        elif not (is_view(node) or moves_nothing(node)):
             return node
         node = tensor_args(node)[0] if op_name(node) != "getitem" else source
 
 
-def _moves_nothing(node: fx.Node) -> bool:
+def moves_nothing(node: fx.Node) -> bool:
+    """Whether the result is the input: an identity, or a conversion of a whole value that is where it is wanted."""
     if node.target in IDENTITIES:
         return True
     if node.target is not ops.convert:
@@ -235,10 +236,10 @@ def _kept(program: Program, shapes: Shapes) -> Iterator[tuple[fx.Node, Number, l
         call = at if at.op == "call_module" else None
         kept = blocks[str(at.target)] if call else [saved(at, shapes)]
         values = (value for s in kept for value in s.values)
-        yield at, sum(s.extra for s in kept), list(filter(None, (_owner(program, call, value) for value in values)))
+        yield at, sum(s.extra for s in kept), list(filter(None, (owner_of(program, call, value) for value in values)))
 
 
-def _owner(program: Program, call: fx.Node | None, value: fx.Node) -> Owner | None:
+def owner_of(program: Program, call: fx.Node | None, value: fx.Node) -> Owner | None:
     """Where a value's memory lives: (block instance, node), or None for a parameter or an input of the model."""
     node = storage(value)
     while True:

@@ -1,6 +1,6 @@
 """The one place where the command line calls the compiler."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -142,3 +142,20 @@ def comparison(rows: "list[tuple[str, Price]]", format: str) -> Table | str:
     if format == "table":
         return table.comparison(rows)
     return table.to_csv(rows) if format == "csv" else table.to_json(rows) + "\n"
+
+
+def traffic(price: "Price") -> Table:
+    """Every collective of one strategy."""
+    from autopar.cost.table import traffic_table
+
+    return traffic_table(price)
+
+
+def closed_forms(model: nn.Module, kwargs: dict[str, Any], sequence: bool) -> Iterator[Table]:
+    """A table of closed forms for each unit of the model's family."""
+    from autopar.cost.formulas import formulas
+    from autopar.families import families
+
+    style = (False, False)
+    made = families(model, (), kwargs)
+    yield from formulas(made.get((sequence, style)) or made[False, style])

@@ -1,12 +1,15 @@
 """``autopar compare``: the predicted cost of several strategies, side by side."""
 
 import argparse
+import difflib
 import math
+from pathlib import Path
 from typing import Any
 
 from autopar.cli import _lower
 from autopar.cli.arguments import add_model, positive, split_axes
 from autopar.cli.models import load
+from autopar.cli.plans import plans_table, plans_text
 from autopar.cli.screen import Screen
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
@@ -24,7 +27,8 @@ def add(commands: Any) -> None:
         "strategies",
         nargs="+",
         metavar="STRATEGY",
-        help="mesh axes and Strategy fields, as tp=8,sequence_parallel=true; --mesh where it names no axis",
+        help="mesh axes and Strategy fields, as tp=8,sequence_parallel=true; with --cluster also ddp, zero1, fsdp, "
+        "hsdp, tp, megatron, auto; or two files: MODEL and STRATEGY are dumps or plans whose difference is shown",
     )
     parser.add_argument("--mesh", metavar="AXES", help="as dp=2,tp=4: the mesh of strategies that name no axis")
     parser.add_argument(
@@ -32,12 +36,20 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--cluster", metavar="NAMExN", help="hardware and number of devices, as h100x64")
     parser.add_argument("--hardware", metavar="NAME", default="h100", help="profile that prices it (default h100)")
-    parser.add_argument("--format", choices=("table", "json", "csv"), default="table", help="default table")
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--format", choices=("table", "json", "csv"), default="table", help="default table")
+    shape.add_argument("--json", action="store_const", const="json", dest="format", help="the same as --format json")
+    shape.add_argument("--csv", action="store_const", const="csv", dest="format", help="the same as --format csv")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Print the table; exit status 0."""
+    if all(Path(text).is_file() for text in (args.model, *args.strategies)):
+        screen.write(_difference(args.model, *args.strategies))
+        return 0
+    if args.cluster:
+        return _on_cluster(args, screen)
     hardware, devices = _cluster(args)
     meanings = {text: _meaning(text, args.mesh, devices) for text in args.strategies}
     batch = args.batch or 2 * math.lcm(*(_lower.data_size(mesh) for mesh, _ in meanings.values()))
@@ -56,6 +68,39 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     else:
         screen.out.print(table)
     return 0
+
+
+def _on_cluster(args: argparse.Namespace, screen: Screen) -> int:
+    """Strategies, presets and ``auto`` by their closed forms, on a whole cluster."""
+    from autopar.cost.hardware import load as profile
+    from autopar.priced import compare, presets
+
+    cluster, devices = _cluster(args)
+    known = presets(profile(cluster))
+    chosen = []
+    for text in args.strategies:
+        mesh, fields = ("auto", {}) if text == "auto" else _meaning(known.get(text, text), args.mesh, devices)
+        chosen.append((text, mesh, fields))
+    batch = args.batch or 4 * (devices or 1)
+    with screen.working(f"pricing {args.model} on {cluster}"):
+        loaded = load(args.model)
+        loaded.model.train()
+        length = args.seq or loaded.sequence
+        rows = compare(loaded.model, cluster, (), loaded.kwargs(2, length), chosen, batch=batch, sequence=args.seq)
+    screen.say(f"{loaded.description}; global batch {batch} × {length}; {cluster}, bf16")
+    if args.format == "table":
+        screen.out.print(plans_table(rows))
+    else:
+        screen.write(plans_text(rows, args.format))
+    return 0
+
+
+def _difference(*paths: str) -> str:
+    """Two dumps or plans, line by line, as ``diff -u``. Raises AutoparError ``bad-strategy`` for another number."""
+    if len(paths) != 2:
+        raise AutoparError("bad-strategy", f"{len(paths)} files to compare", "give two dumps or plans")
+    old, new = (Path(p).read_text(encoding="utf-8").splitlines(keepends=True) for p in paths)
+    return "".join(difflib.unified_diff(old, new, *paths)) or "equal\n"
 
 
 def _rows(batch: int, mesh: str) -> int:

@@ -8,11 +8,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from autopar.cli import compare, dump, train, verify
+from autopar.cli import calibrate, compare, cost, dump, plan, predict, train, verify
 from autopar.cli.screen import Screen
 from autopar.errors import AutoparError
 
-COMMANDS = (dump, verify, compare, train)
+COMMANDS = (dump, verify, plan, compare, cost, predict, calibrate, train)
 EPILOG = """\
 MODEL is one of
   hf:NAME              a preset: llama3-8b, qwen3-8b, gpt2, ...; NAME-tiny is the same architecture with two layers
@@ -22,6 +22,8 @@ MODEL is one of
 examples
   autopar dump hf:llama3-8b --mesh dp=2,tp=4 --block 0
   autopar verify hf:gpt2-tiny --mesh dp=2,tp=2
+  autopar plan hf:llama3-70b h100x1024
+  autopar compare hf:llama3-8b --cluster h100x64 fsdp megatron auto
   autopar compare hf:llama3-8b tp=8 tp=8,sequence_parallel=true dp=8 --hardware h100
   torchrun --nproc-per-node 4 -m autopar train hf:llama-tiny book.txt --out run --mesh dp=2,tp=2
 """

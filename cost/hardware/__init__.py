@@ -106,14 +106,20 @@ def of_device(name: str) -> str | None:
 
 
 def load(text: str) -> Hardware:
-    """A profile by name (``h100``), or a cluster (``h100x64``: 64 ranks). Raises AutoparError ``unknown-hardware``."""
+    """A profile by name (``h100``) or path (``here.toml``), or a cluster of one (``h100x64``: 64 ranks).
+
+    Raises AutoparError ``unknown-hardware``.
+    """
     match = re.fullmatch(r"(.+)x([1-9]\d*)", text)
-    if text in names():
-        return _profile(text)
-    if match and match[1] in names():
-        return replace(_profile(match[1]), ranks=int(match[2]))
+    name, ranks = (match[1], int(match[2])) if match and text not in names() else (text, 0)
+    if name in names():
+        return replace(_profile(name), ranks=ranks)
+    if name.endswith(".toml") and Path(name).is_file():
+        return replace(read(Path(name)), ranks=ranks)
     known = ", ".join(names())
-    raise AutoparError("unknown-hardware", f"hardware {text!r} is not known", f"one of {known}, or NAMExRANKS")
+    raise AutoparError(
+        "unknown-hardware", f"hardware {text!r} is not known", f"one of {known}, a FILE.toml, or either with xRANKS"
+    )
 
 
 def read(path: Path) -> Hardware:

@@ -101,9 +101,9 @@ def test_compare_gives_each_strategy_its_mesh(monkeypatch, capsys):
         return PRICE
 
     monkeypatch.setattr(_lower, "price", price)
-    arguments = ["compare", MODEL, "dp=4,tp=2", "sequence_parallel", "--mesh", "tp=8", "--cluster", "h100x8"]
+    arguments = ["compare", MODEL, "dp=4,tp=2", "sequence_parallel", "--mesh", "tp=8"]
     assert main([*arguments, "--format", "csv"]) == 0
-    assert asked == [("dp=4,tp=2", {}, "h100x8"), ("tp=8", {"sequence_parallel": True}, "h100x8")]
+    assert asked == [("dp=4,tp=2", {}, "h100"), ("tp=8", {"sequence_parallel": True}, "h100")]
     assert rows == [2, 8]  # the same global batch
     read = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [(r["strategy"], float(r["compute_seconds"])) for r in read] == [

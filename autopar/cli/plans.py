@@ -1,0 +1,63 @@
+"""Named plans side by side, as a table, json or csv."""
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from autopar.cost.table import duration, size
+from autopar.plans import Plan
+
+Rows = Sequence[tuple[str, Plan]]
+
+
+def record(name: str, plan: Plan) -> dict[str, Any]:
+    """One plan as a flat dict: seconds, bytes."""
+    o = plan.option
+    return {
+        "name": name, "mesh": plan.mesh, "strategy": plan.strategy, "rows": o.rows, "microbatches": o.microbatches,
+        "step_seconds": o.seconds, "tokens_per_second_per_device": plan.tokens_per_second, "mfu": plan.mfu,
+        "compute_seconds": o.compute, "bubble_seconds": o.bubble, "optimizer_seconds": o.optimizer,
+        **{f"exposed_{a}_seconds": s for a, s in o.exposed.items()},
+        **{f"{k}_bytes": b for k, b in o.memory.items()}, "peak_bytes": o.peak, "fits": o.peak <= plan.found.limit,
+    }  # fmt: skip
+
+
+def plans_text(rows: Rows, format: str) -> str:
+    """Rows as ``json`` or ``csv``; a column that one lacks is 0."""
+    records = [record(name, plan) for name, plan in rows]
+    if format == "json":
+        return json.dumps(records, indent=2) + "\n"
+    columns = list(dict.fromkeys(key for r in records for key in r))
+    out = io.StringIO()
+    writer = csv.DictWriter(out, columns, restval=0, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return out.getvalue()
+
+
+def plans_table(rows: Rows) -> Table:
+    """A line for each plan; a star marks the fastest that fits, an exclamation mark what does not fit."""
+    fitting = [p.seconds for _, p in rows if p.memory <= p.found.limit]
+    axes = sorted({a for _, p in rows for a in p.option.exposed})
+    kinds = list(dict.fromkeys(k for _, p in rows for k, v in p.option.memory.items() if v))
+    table = Table(
+        title="one step, and the fullest device", title_justify="left", title_style="bold", header_style="bold cyan"
+    )
+    table.add_column("name")
+    table.add_column("mesh and strategy", overflow="fold")
+    heads = ("step", "tokens/s/device", "MFU", *(f"{a} exposed" for a in axes), "bubble", "memory", *kinds)
+    for head in heads:
+        table.add_column(head, justify="right")
+    for name, p in rows:
+        fits, o = p.memory <= p.found.limit, p.option
+        star = " *" if fits and p.seconds == min(fitting) else ""
+        table.add_row(
+            name, f"{p.mesh} {p.strategy}".strip(), duration(p.seconds) + star, f"{p.tokens_per_second:,.0f}",
+            f"{p.mfu:.1%}", *(duration(o.exposed.get(a, 0.0)) for a in axes), duration(o.bubble),
+            size(p.memory) + ("" if fits else " !"), *(size(o.memory[k]) for k in kinds),
+        )  # fmt: skip
+    return table

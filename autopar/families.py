@@ -1,0 +1,124 @@
+"""From a model to the families that the cost model searches: one trace, one lowering for each kind of layouts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from autopar.compile import Loss, only_loss, precision_of, trace_in, uncollected
+from autopar.cost.family import Family, Primes, family
+from autopar.cost.hardware import Hardware, load
+from autopar.errors import AutoparError
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
+from autopar.passes.base import Context
+from autopar.passes.pipeline import parse, run
+from autopar.solve.batch import settle_outputs
+from autopar.strategy import Strategy
+
+LONGEST = 4096  # positions of the example: closed forms hold for any number
+
+
+@dataclass(frozen=True)
+class Example:
+    """How a model is called, apart from how many rows and positions.
+
+    Args:
+        rows, positions: of the given inputs; positions None where no dim of them is a sequence.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    rows: int
+    positions: int | None
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Example":
+        """Rows are dim 0 of the first tensor; positions dim 1 of integer tensors, where all agree on it.
+
+        Raises AutoparError ``input-structure`` where there is no tensor with rows.
+        """
+        tensors = [t for t in tree_leaves((args, dict(kwargs))) if isinstance(t, Tensor) and t.ndim]
+        if not tensors:
+            raise AutoparError("input-structure", "no input has rows", "give example inputs with a batch dim")
+        rows = tensors[0].shape[0]
+        lengths = {t.shape[1] for t in tensors if t.ndim == 2 and t.shape[0] == rows}
+        whole = all(t.ndim == 2 and not t.is_floating_point() for t in tensors if t.shape[0] == rows)
+        positions = lengths.pop() if whole and len(lengths) == 1 else None
+        return Example(tuple(args), kwargs, rows, positions if positions and positions > 1 else None)
+
+    def sized(self, primes: Primes) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs of one of two data ranks with ``primes`` rows, and twice its positions."""
+
+        def resize(x: Any) -> Any:
+            if not isinstance(x, Tensor) or not x.ndim or x.shape[0] != self.rows:
+                return x
+            shape = [primes.rows, *x.shape[1:]]
+            if self.positions is not None and primes.positions is not None and x.ndim == 2:
+                shape[1] = 2 * primes.positions
+            return x.new_zeros(shape)
+
+        args, kwargs = tree_map(resize, (self.args, dict(self.kwargs)))
+        return args, kwargs
+
+
+def families(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    hardware: Hardware | None = None,
+    loss: Loss | None = None,
+    precision: str = "bf16",
+    styles: Sequence[tuple[bool, bool]] = ((False, False),),
+) -> dict[tuple[bool, tuple[bool, bool]], Family]:
+    """Families by (sequence parallelism, style), a style being (fused, regather) of ``cost.family.family``.
+
+    The model is traced once, without weights. Where its layouts do not hold on two tensor ranks, the only family is
+    that of data parallelism. Raises AutoparError where the model cannot be traced.
+    """
+    example = Example.of(args, kwargs)
+    sizes = {n for p in (*model.parameters(), *model.buffers()) for n in p.shape}
+    longest = None if example.positions is None else min(max(example.positions, 64), LONGEST)
+    primes = Primes.apart(sizes, longest)
+    strategy = Strategy(precision=precision)
+    with uncollected():
+        traced = trace_in(
+            precision_of(strategy), model, *example.sized(primes),
+            mesh=Mesh.parse("dp=2,tp=2"), loss=loss, train=model.training,
+        )  # fmt: skip
+        program = only_loss(settle_outputs(traced.program))
+        context = Context(hardware or load("h100"))
+        out = {}
+        for sequence in (False, True) if example.positions else (False,):
+            lowered = _lowered(program, sequence, context)
+            if lowered is not None:
+                for fused, regather in styles:
+                    made = family(lowered, primes, sequence=sequence, fused=fused, regather=regather)
+                    out[sequence, (fused, regather)] = made
+        if not any(not sequence for sequence, _ in out):
+            alone = run(program, parse("data-parallel,reshard"), context)
+            for fused, regather in styles:
+                made = family(alone, primes, fused=fused, regather=regather)
+                out[False, (fused, regather)] = _only_data(made)
+    return out
+
+
+def _lowered(program: Program, sequence: bool, context: Context) -> Program | None:
+    """The program with its layouts on two tensor ranks; None where the model's sizes do not allow it."""
+    tensor = "tensor-parallel{sequence}" if sequence else "tensor-parallel"
+    try:
+        return run(program, parse(f"data-parallel,{tensor},reshard"), context)
+    except AutoparError as error:
+        if error.slug not in ("indivisible-dim", "indivisible-heads", "no-plan", "infeasible"):
+            raise
+        return None
+
+
+def _only_data(made: Family) -> Family:
+    """A family that allows no tensor ranks: a prime that divides no larger size."""
+    return Family(
+        made.sequence, made.units, made.order, {**made.divisors, "tp": frozenset({1})}, made.tied, made.length
+    )

@@ -1,0 +1,139 @@
+"""plan: the strategies for a model on a cluster, ranked by predicted time, within memory."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.cost import hardware as profiles
+from autopar.cost.forms import Forms
+from autopar.cost.hardware import Hardware
+from autopar.cost.memory import Widths
+from autopar.cost.regime import Regime
+from autopar.cost.search import Found, search
+from autopar.cost.space import Space
+from autopar.cost.table import size
+from autopar.errors import AutoparError
+from autopar.families import Example, families
+from autopar.plans import Plan, Plans
+
+USABLE = 0.92  # of a device's memory: what is left by its context, the allocator and libraries
+
+
+def plan(
+    model: nn.Module,
+    cluster: str,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    batch: int | None = None,
+    sequence: int | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    precision: str = "bf16",
+    axes: tuple[str, ...] = ("pp", "dp", "ep", "cp", "tp"),
+    count: int = 10,
+) -> Plans:
+    """The fastest strategies that fit, best first. Allocates no model: it may lie on the meta device.
+
+    Args:
+        cluster: hardware and devices, as ``h100x64``.
+        args, kwargs: example inputs; their rows and positions do not matter where ``batch`` and ``sequence`` are given.
+        batch: rows of the global batch; by default four for each device. sequence: positions of a row.
+        precision: as ``Strategy.precision``. axes: mesh axes that may have several ranks. count: plans to return.
+
+    Raises AutoparError ``unknown-hardware``, ``bad-cluster``, ``input-structure``, and what tracing raises.
+    """
+    machine = profiles.load(cluster)
+    if not machine.ranks:
+        raise AutoparError("bad-cluster", f"cluster {cluster!r} has no number of devices", "write NAMExN, as h100x64")
+    example = Example.of(args, kwargs or {})
+    made = families(model, args, kwargs or {}, hardware=machine, loss=loss, precision=precision)
+    forms = [Forms(f) for f in made.values()]
+    positions = sequence or example.positions or 1
+    space = Space(machine.ranks, machine.node, batch or 4 * machine.ranks, positions, axes)
+    regime = regime_of(model, precision)
+    return planned(forms, machine, space, regime, count)
+
+
+def planned(forms: list[Forms], machine: Hardware, space: Space, regime: Regime, count: int) -> Plans:
+    """Search the families and make plans of what is found."""
+    limit = USABLE * machine.memory_bytes
+    found = search(forms, machine, space, regime, limit)
+    tokens = space.batch * space.positions
+
+    def wrap(options: list[Any]) -> tuple[Plan, ...]:
+        return tuple(Plan(o, machine, tokens, found) for o in options)
+
+    best = found.best(count)
+    hint = "" if best else _hint(found, forms, machine, space, regime)
+    return Plans(wrap(best), wrap(found.front()), found, hint)
+
+
+def regime_of(model: nn.Module, precision: str) -> Regime:
+    """How the engine holds a model's states: parameters, gradients and both moments of AdamW in their own dtype."""
+    own = next((p.dtype.itemsize for p in model.parameters() if p.is_floating_point()), 4)
+    low = 2 if precision == "bf16" else own
+    return Regime(widths=Widths(own, own, 2 * own), compute_width=low, reduce_width=own, update=7.0 * own)
+
+
+def accelerator() -> str:
+    """The profile of this machine's device: by its name, "cpu" where there is none or it is not known."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    device = torch.cuda.get_device_name().lower()
+    return next((n for n in sorted(profiles.names(), key=len, reverse=True) if n.split("-")[0] in device), "cpu")
+
+
+def _hint(found: Found, forms: list[Forms], machine: Hardware, space: Space, regime: Regime) -> str:
+    """What is over by how much, and the first of a few changes that fits."""
+    least = found.smallest()
+    if not least:
+        return f"no mesh of {space.ranks} devices divides the model and a batch of {space.batch}; change --batch"
+    kind = max(least[0].memory, key=lambda k: least[0].memory[k])
+    over = least[0].peak - found.limit
+    text = (
+        f"nothing fits: the smallest needs {size(least[0].peak)} a device, {size(over)} over {size(found.limit)} "
+        f"({kind} {size(least[0].memory[kind])}): {least[0].mesh} {least[0].strategy}"
+    )
+    for words, changed in _relaxed(space):
+        if search(forms, machine, changed, regime, found.limit).best(1):
+            return f"{text}\nfits with {words}"
+    return f"{text}\nneither 16 times the devices nor a sixteenth of the sequence fits"
+
+
+def _relaxed(space: Space) -> list[tuple[str, Space]]:
+    """Changes from small to large: shorter rows, more devices."""
+    out = []
+    for factor in (2, 4, 8, 16):
+        if space.positions % factor == 0 and space.positions // factor > 1:
+            out.append((f"sequence {space.positions // factor}", replace(space, positions=space.positions // factor)))
+        more = replace(space, ranks=space.ranks * factor, batch=max(space.batch, space.ranks * factor))
+        out.append((f"{space.ranks * factor} devices", more))
+    return out
+
+
+def choose(
+    model: nn.Module,
+    ranks: int,
+    args: tuple[Any, ...] | None,
+    kwargs: Mapping[str, Any] | None,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    hardware: str = "cpu",
+) -> tuple[str, str]:
+    """(mesh, strategy) as text: the fastest plan that this version runs, on ``ranks`` devices with these rows each.
+
+    Every rank finds the same. Raises AutoparError ``nothing-fits``, or ``input-structure`` without example inputs.
+    """
+    if args is None and kwargs is None:
+        raise AutoparError("input-structure", 'strategy="auto" without example inputs', "give args= or kwargs=")
+    example = Example.of(args or (), kwargs or {})
+    plans = plan(
+        model, f"{hardware}x{ranks}", args or (), kwargs, batch=example.rows * ranks, loss=loss, precision="fp32",
+        axes=("dp", "tp"), count=1,
+    )  # fmt: skip
+    if not plans:
+        raise AutoparError("nothing-fits", plans.hint, "more devices, fewer rows or shorter ones")
+    return plans[0].mesh, plans[0].strategy

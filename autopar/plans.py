@@ -1,0 +1,212 @@
+"""What a search found, for people: ranked plans, why each neighbour is worse, what is over where nothing fits."""
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table as Grid
+
+from autopar.cost.forms import POLICIES
+from autopar.cost.hardware import Hardware
+from autopar.cost.search import Found, Option, Table
+from autopar.cost.step import ORDER, SCHEDULES
+from autopar.cost.table import duration, size
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A strategy with its predicted cost.
+
+    Args:
+        option: degrees, engine and price. hardware: that it is for. tokens: of a step (rows where there are no
+            positions). found: the search that it came from.
+    """
+
+    option: Option
+    hardware: Hardware
+    tokens: int
+    found: Found
+
+    @property
+    def mesh(self) -> str:
+        """Axes and sizes, major to minor: ``dp=8,tp=8``."""
+        return self.option.mesh
+
+    @property
+    def strategy(self) -> str:
+        """Fields of ``Strategy``, as text."""
+        return self.option.strategy
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of a step."""
+        return self.option.seconds
+
+    @property
+    def memory(self) -> float:
+        """Predicted bytes of the fullest rank."""
+        return self.option.peak
+
+    @property
+    def ranks(self) -> int:
+        """Devices."""
+        return int(np.prod(list(self.option.sizes.values())))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one device."""
+        return self.tokens / self.seconds / self.ranks
+
+    @property
+    def mfu(self) -> float:
+        """Model flops over what all devices could do meanwhile in bfloat16."""
+        return self.option.flops / (self.seconds * self.ranks * self.hardware.flops_per_second(torch.bfloat16))
+
+    def neighbours(self) -> list[tuple[str, Option]]:
+        """For each single change (one field, or one factor moved between two axes) the best such option."""
+        best: dict[str, Option] = {}
+        for table in self.found.tables:
+            for change, i in _changes(self.option, table):
+                option = table.option(i)
+                known = best.get(change)
+                if known is None or _order(option, self.found.limit) < _order(known, self.found.limit):
+                    best[change] = option
+        return sorted(best.items(), key=lambda item: (_order(item[1], self.found.limit), item[0]))
+
+    def why(self, other: Option) -> str:
+        """Why another option is worse: what is over, or which parts of the step are longer."""
+        if other.peak > self.found.limit:
+            return f"does not fit: {size(other.peak - self.found.limit)} over"
+        longer = {name: b - a for name, a, b in _parts(self.option, other) if b - a > 1e-3 * self.seconds}
+        top = sorted(longer, key=lambda name: (-longer[name], name))[:2]
+        slower = other.seconds / self.seconds - 1
+        if slower < 5e-4:
+            more = other.peak - self.memory
+            return f"as fast, {size(more)} more memory" if more > 0 else "as fast"
+        return f"{slower:+.1%}: " + ", ".join(f"{name} +{duration(longer[name])}" for name in top)
+
+    def explain(self) -> str:
+        """The step by its parts, the memory by kind, and why each neighbour is worse."""
+        console = Console(width=120, record=True, file=io.StringIO(), highlight=False)
+        for grid in self.tables():
+            console.print(grid)
+        return console.export_text()
+
+    def tables(self) -> Iterator[Grid]:
+        """What ``explain`` prints."""
+        o = self.option
+        yield _two(
+            f"{o.mesh}  {o.strategy}", ("part of the step", "time", "share"),
+            [(n, duration(v), f"{v / o.seconds:.1%}") for n, v in _step(o)] + [("step", duration(o.seconds), "")],
+        )  # fmt: skip
+        yield _two(
+            "memory of the fullest rank", ("kind", "bytes", "share"),
+            [(k, size(v), f"{v / o.peak:.1%}") for k, v in o.memory.items() if v]
+            + [("peak", size(o.peak), f"of {size(self.found.limit)}")],
+        )  # fmt: skip
+        rows = [(change, n.mesh, n.strategy, self.why(n)) for change, n in self.neighbours()]
+        yield _two("neighbours: the best with one change", ("change", "mesh", "strategy", "why worse"), rows)
+
+
+@dataclass(frozen=True)
+class Plans(Sequence[Plan]):
+    """Plans that fit, fastest first; none where nothing fits.
+
+    Args:
+        hint: where nothing fits: what is over by how much, and the smallest change that fits.
+    """
+
+    plans: tuple[Plan, ...]
+    front: tuple[Plan, ...]
+    found: Found
+    hint: str = ""
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.plans[index]
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def __str__(self) -> str:
+        console = Console(width=160, record=True, file=io.StringIO(), highlight=False)
+        console.print(self.table() if self.plans else self.hint)
+        return console.export_text()
+
+    def table(self, front: bool = False) -> Grid:
+        """The ranked plans, or the Pareto front of time and memory."""
+        shown = self.front if front else self.plans
+        title = "nothing that fits is both faster and smaller" if front else "fastest plans that fit"
+        columns = ("", "mesh", "strategy", "step", "tokens/s/device", "MFU", "exposed", "bubble", "memory")
+        rows = [
+            (str(i), p.mesh, p.strategy, duration(p.seconds), f"{p.tokens_per_second:,.0f}", f"{p.mfu:.1%}",
+             " ".join(f"{a} {duration(s)}" for a, s in p.option.exposed.items()) or "none",
+             duration(p.option.bubble), size(p.memory))
+            for i, p in enumerate(shown, 1)
+        ]  # fmt: skip
+        return _two(f"{title} (of {self.found.count:,} candidates)", columns, rows)
+
+
+def _two(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Grid:
+    grid = Grid(title=title, title_justify="left", title_style="bold", header_style="bold cyan")
+    for name in columns:
+        grid.add_column(
+            name, justify="left" if name in ("mesh", "strategy", "change", "why worse", columns[0]) else "right"
+        )
+    for row in rows:
+        grid.add_row(*row)
+    return grid
+
+
+def _step(option: Option) -> list[tuple[str, float]]:
+    exposed = [(f"{axis} communication", seconds) for axis, seconds in option.exposed.items()]
+    return [("compute", option.compute), *exposed, ("bubble", option.bubble), ("optimizer", option.optimizer)]
+
+
+def _parts(a: Option, b: Option) -> Iterator[tuple[str, float, float]]:
+    left, right = dict(_step(a)), dict(_step(b))
+    for name in dict.fromkeys((*left, *right)):
+        yield name, left.get(name, 0.0), right.get(name, 0.0)
+
+
+def _order(option: Option, limit: float) -> tuple[bool, float, float, object]:
+    fits = option.peak <= limit
+    return not fits, option.seconds if fits else option.peak, option.peak, option.key()
+
+
+def _changes(option: Option, table: Table) -> Iterator[tuple[str, int]]:
+    """(what changed, row) of the rows that differ from the option in one respect."""
+    c, s = table.candidates, option.sizes
+    moved = np.stack([c.sizes[a] != s[a] for a in ORDER])
+    cp = np.where(c.ulysses == 1, "ulysses", "ring") == (option.context or "ring")
+    same = {
+        "sequence parallelism": np.full(len(c), table.forms.family.sequence == option.sequence),
+        "rows of a microbatch": c.rows == option.rows,
+        "ZeRO": (c.zero == option.zero) & (c.shard == option.shard),
+        "recompute": c.recompute == POLICIES.index(option.recompute),
+        "schedule": (c.schedule == SCHEDULES.index(option.schedule)) & (c.virtual == option.virtual),
+        "offload": c.offload == option.offload,
+        "context kind": cp | (s["cp"] == 1),
+        "placement": np.full(len(c), c.order == option.order),
+    }
+    stay = ~moved.any(axis=0)
+    different = np.sum([~v for v in same.values()], axis=0)
+    for name, equal in same.items():
+        for i in _few(np.flatnonzero(stay & ~equal & (different == 1)), table):
+            yield name, i
+    pair = (moved.sum(axis=0) == 2) & (different == 0)
+    for i in map(int, np.flatnonzero(pair)):
+        up = next(a for a in ORDER if c.sizes[a][i] > s[a])
+        down = next((a for a in ORDER if c.sizes[a][i] < s[a]), "")
+        if c.sizes[up][i] == 2 * s[up]:
+            yield f"{down} to {up}", i
+
+
+def _few(rows: Any, table: Table) -> list[int]:
+    """The fastest and the smallest of some rows."""
+    if not len(rows):
+        return []
+    return sorted({int(rows[np.argmin(table.steps.seconds[rows])]), int(rows[np.argmin(table.peak[rows])])})

@@ -1,0 +1,149 @@
+"""Predictions for rows of published or planned runs: architecture numbers, layout and machine to time and memory.
+
+Each architecture is built as a Hugging Face configuration, traced once on the meta device and lowered to families; a
+row is one candidate of its family. No formula of a transformer enters.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autopar.cost.family import Family
+from autopar.cost.forms import POLICIES, Forms
+from autopar.cost.hardware import Hardware, load, names
+from autopar.cost.memory import Widths
+from autopar.cost.regime import FSDP, MEGATRON, NANOTRON, Regime
+from autopar.cost.step import SCHEDULES, Candidates, Steps, steps
+from autopar.errors import AutoparError
+from autopar.families import families
+from autopar.presets.numbers import number, numbers
+
+Row = Mapping[str, str]
+COLUMNS = (
+    "pred_iter_time_s", "pred_tokens_per_s_per_gpu", "pred_model_tflops_per_gpu", "pred_mfu_pct",
+    "pred_hw_tflops_per_gpu", "pred_peak_mem_gb", "pred_bubble_rate", "pred_error",
+)  # fmt: skip
+
+
+def model_of(row: Row) -> nn.Module:
+    """The model of a row's architecture numbers, on the meta device. Raises AutoparError ``missing-architecture``."""
+    import transformers
+
+    fields = numbers(row)
+    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+def machine_of(row: Row) -> Hardware:
+    """The profile of a row's ``gpu``. Raises AutoparError ``unknown-hardware``."""
+    text = row.get("gpu", "").lower().replace("_", "-")
+    known = sorted(names(), key=len, reverse=True)
+    found = next((n for n in known if all(part in text for part in n.split("-"))), None)
+    found = found or next((n for n in known if n.split("-")[0] in text), None)
+    if found is None:
+        raise AutoparError("unknown-hardware", f"no profile for gpu {row.get('gpu')!r}", f"one of {', '.join(names())}")
+    return replace(load(found), node=int(number(row, "gpus_per_node", load(found).node)))
+
+
+def regime_of(row: Row) -> Regime:
+    """How a row's framework holds states and runs kernels: Megatron's where it is not known."""
+    framework, precision = row.get("framework", "").lower(), row.get("precision", "").lower()
+    if "nanotron" in framework:
+        return NANOTRON
+    if "fsdp" in framework or "torchtitan" in framework:
+        pure = "pure" in precision
+        return replace(FSDP, widths=Widths(2, 2, 4), reduce_width=2, update=14.0) if pure else FSDP
+    return MEGATRON
+
+
+@dataclass
+class Predictor:
+    """Families by architecture, made when a row first needs them."""
+
+    known: dict[tuple[Any, ...], dict[Any, Family]] = field(default_factory=dict)
+
+    def forms(self, row: Row, regime: Regime, sequence: bool) -> Forms:
+        """The closed forms of a row's model under its regime."""
+        style = (regime.fused, regime.regather)
+        key = (tuple(sorted(numbers(row).items())), style)
+        if key not in self.known:
+            ids = torch.zeros(2, 4096, dtype=torch.int64, device="meta")
+            kwargs = {"input_ids": ids, "labels": torch.zeros_like(ids)}
+            self.known[key] = families(model_of(row), (), kwargs, styles=[style])
+        found = self.known[key]
+        return Forms(found[sequence and (True, style) in found, style])
+
+    def price(self, row: Row) -> tuple[Steps, Candidates, Hardware]:
+        """A row's step.
+
+        Empty columns: tp with sequence parallelism, no interleaving, ZeRO 3 with FSDP, else 1 where dp has several
+        ranks, the fastest microbatch that fits.
+        """
+        if "fp8" in row.get("precision", "").lower():
+            raise AutoparError("unpriced-precision", "matmuls in fp8 have no profile", "predict bf16 or fp16 runs")
+        regime, machine = regime_of(row), machine_of(row)
+        sequence = number(row, "tp", 1) > 1 and number(row, "sp", 1) == 1
+        forms = self.forms(row, regime, sequence)
+        table = _candidates(row, regime, forms)
+        found = steps(forms, machine, table, regime)
+        fits = found.peak <= machine.memory_bytes
+        at = int(np.argmin(np.where(fits, found.seconds, np.inf))) if fits.any() else int(np.argmin(found.peak))
+        chosen = table.take(np.array([at]))
+        return steps(forms, machine, chosen, regime), chosen, machine
+
+    def predict(self, row: Row) -> dict[str, str]:
+        """The ``pred_`` columns of a row; ``pred_error`` alone where it cannot be priced."""
+        try:
+            found, table, machine = self.price(row)
+        except AutoparError as error:
+            return {**dict.fromkeys(COLUMNS, ""), "pred_error": str(error).replace("\n", " ")}
+        seconds = float(found.seconds[0])
+        ranks = float(np.prod([v[0] for v in table.sizes.values()]))
+        tokens = table.positions * float((table.rows * table.microbatches * table.sizes["dp"] * table.sizes["ep"])[0])
+        rate = [float(f[0]) / seconds / ranks / 1e12 for f in (found.flops, found.hardware_flops)]
+        peak = machine.flops_per_second(torch.bfloat16) / 1e12
+        unit = 1e9 if "1e9" in row.get("mem_unit", "") else 2.0**30
+        values = (
+            seconds, tokens / seconds / ranks, rate[0], 100 * rate[0] / peak, rate[1], float(found.peak[0]) / unit,
+            float(found.bubble[0]) / seconds,
+        )  # fmt: skip
+        return {**{c: f"{v:.6g}" for c, v in zip(COLUMNS, values)}, "pred_error": ""}
+
+
+def _candidates(row: Row, regime: Regime, forms: Forms) -> Candidates:
+    """The row's candidate, or one for each microbatch that divides the batch where it names none."""
+    sizes = {a: number(row, a, 1) for a in ("pp", "ep", "cp", "tp")}
+    sizes["dp"] = number(row, "dp", number(row, "n_gpus", 1) / math.prod(sizes.values()))
+    if sizes["ep"] > 1:
+        sizes["dp"] = sizes["dp"] / sizes["ep"]
+    data = sizes["dp"] * sizes["ep"]
+    own = number(row, "gbs", data) / data
+    if own != int(own) or own < 1 or sizes["dp"] < 1:
+        raise AutoparError("indivisible-batch", f"a batch of {row.get('gbs')} over {data:g} data ranks")
+    for axis in ("tp", "ep"):
+        if not forms.family.allows(axis, int(sizes[axis])):
+            raise AutoparError("indivisible-dim", f"{axis}={sizes[axis]:g} does not divide the model")
+    rows = [number(row, "mbs", 0)] if number(row, "mbs", 0) else [n for n in (1, 2, 4, 8, 16) if own % n == 0]
+    virtual = number(row, "vp", 1)
+    schedule = "interleaved" if virtual > 1 else "1f1b"
+    policy = next((p for p in POLICIES if row.get("recompute", "").startswith(p)), "none")
+    zero = number(row, "zero_stage", 3 if regime.engine else float(data > 1))
+    constant: dict[str, Any] = {
+        "zero": zero, "shard": 0, "recompute": POLICIES.index(policy), "schedule": SCHEDULES.index(schedule),
+        "virtual": virtual, "offload": 0, "ulysses": 0,
+    }  # fmt: skip
+    count = len(rows)
+    columns: Any = {n: np.full(count, float(v)) for n, v in constant.items()}
+    return Candidates(
+        sizes={a: np.full(count, float(n)) for a, n in sizes.items()},
+        rows=np.array(rows, float),
+        microbatches=np.ceil(own / np.array(rows, float)),
+        positions=number(row, "seq_len", 4096),
+        **columns,
+    )

@@ -1,0 +1,46 @@
+"""A configuration from the numbers that publications give of a model: layers, widths, heads, vocabulary."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from autopar.errors import AutoparError
+
+NEEDED = ("n_layers", "hidden", "heads", "vocab")
+LONGEST = 131072
+
+
+def number(row: Mapping[str, str], name: str, default: float) -> float:
+    """A column, or its default where it is empty."""
+    return float(row[name]) if row.get(name, "") not in ("", None) else default
+
+
+def numbers(row: Mapping[str, str]) -> dict[str, Any]:
+    """A Hugging Face configuration of a decoder: gated and rotary where ``arch`` says llama or keys are grouped.
+
+    Raises AutoparError ``missing-architecture``, or ``unknown-architecture`` for a mixture of experts.
+    """
+    missing = [n for n in NEEDED if not row.get(n)]
+    if missing:
+        raise AutoparError("missing-architecture", f"the row has no {', '.join(missing)}", f"fill {', '.join(NEEDED)}")
+    arch = row.get("arch", "")
+    if "moe" in arch:
+        raise AutoparError("unknown-architecture", f"{arch}: experts have no numbers here", "dense models")
+    layers, hidden, heads, vocab = (int(float(row[n])) for n in NEEDED)
+    inner, keys = int(number(row, "ffn_hidden", 4 * hidden)), int(number(row, "kv_heads", heads))
+    if "llama" in arch or keys != heads:
+        return {
+            "model_type": "llama", "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner,
+            "num_attention_heads": heads, "num_key_value_heads": keys, "vocab_size": vocab,
+            "max_position_embeddings": LONGEST, "tie_word_embeddings": tied(row, layers, hidden, inner, keys / heads),
+        }  # fmt: skip
+    return {
+        "model_type": "gpt2", "n_layer": layers, "n_embd": hidden, "n_inner": inner, "n_head": heads,
+        "vocab_size": vocab, "n_positions": LONGEST, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
+    }  # fmt: skip
+
+
+def tied(row: Mapping[str, str], layers: int, hidden: int, inner: int, keys: float) -> bool:
+    """Whether the row's number of parameters is that with one table for embedding and head."""
+    known, table = number(row, "params_b", 0.0) * 1e9, number(row, "vocab", 0.0) * hidden
+    blocks = layers * hidden * (2 * hidden + 2 * hidden * keys + 3 * inner)
+    return known > 0 and abs(known - blocks - table) < abs(known - blocks - 2 * table)

@@ -1,0 +1,270 @@
+"""A family: one set of layouts, and what each piece of the model costs under it, as functions of all sizes.
+
+A program is lowered once, with a batch and a sequence whose sizes are twice a prime that no size of the model has.
+Every size that is a multiple of such a prime belongs to the batch or the sequence, so that one walk over the unique
+blocks gives closed forms in rows ``b`` and positions ``s`` that a rank holds of a microbatch, and in the axis sizes.
+They hold wherever the layouts do: ``Family.allows``.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import sympy
+from torch import fx
+
+from autopar.cost import communication
+from autopar.cost.compute import Shapes, Value, bound, differentiable
+from autopar.cost.keep import gathers, keeps
+from autopar.cost.kernels import Kernel, kernels
+from autopar.cost.price import BACKWARD, FORWARD
+from autopar.cost.shares import layouts, local_value
+from autopar.cost.symbols import Number, axis_sizes, product, ratio
+from autopar.errors import AutoparError
+from autopar.ir import ops
+from autopar.ir.layout import I, Layout, R, Shard
+from autopar.ir.mesh import KNOWN_AXES
+from autopar.ir.program import Program, Spec, specs
+
+FIRST, LAST = "first", "last"
+ROWS = sympy.Symbol("b", integer=True, positive=True)
+POSITIONS = sympy.Symbol("s", integer=True, positive=True)
+AXES = axis_sizes(KNOWN_AXES)
+
+
+@dataclass(frozen=True)
+class Primes:
+    """Sizes by which batch and sequence are known: the example has twice as many rows and positions."""
+
+    rows: int
+    positions: int | None = None
+    data: tuple[str, ...] = ("dp",)
+
+    @staticmethod
+    def apart(sizes: Iterable[int], longest: int | None) -> "Primes":
+        """Primes that divide none of the model's sizes. ``longest``: sequence to come close to, None for no sequence.
+
+        Raises AutoparError ``no-example-sizes``.
+        """
+        known = set(sizes)
+        free = [p for p in sympy.primerange(5, max(600, longest or 0)) if not any(n % p == 0 for n in known if n)]
+        rows = next((p for p in free if p >= 29), None)
+        positions = next((p for p in reversed(free) if 2 * p <= (longest or 0) and p != rows), None)
+        if rows is None or (positions is None and longest is not None):
+            raise AutoparError(
+                "no-example-sizes", "the model has sizes that every small prime divides", "a longer sequence"
+            )
+        return Primes(rows, positions)
+
+    def size(self, length: int) -> Number:
+        """A global size in symbols; positions are those of one context rank."""
+        out: Number = 1
+        near = length - 2 * (self.positions or 0)
+        if self.positions and near in (-1, 1):
+            return POSITIONS + near
+        for prime, whole in ((self.rows, ROWS * product(AXES[a] for a in self.data)), (self.positions, POSITIONS)):
+            while prime and length and length % prime == 0:
+                length //= prime
+                out = out * whole / 2
+        return length * out
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective of one unit on one mesh axis: bytes of the whole value; ``again``: a repeated gather."""
+
+    axis: str
+    collective: str
+    when: str
+    bytes: Number
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A kind of block, or what stands before (``first``) or behind (``last``) the blocks; per call and microbatch.
+
+    Args:
+        calls: instances in the model. kernels, messages: what runs and what is sent.
+        parameters: elements on one rank by the data axes over which gradients are summed (``dp+ep``, or ``dp``).
+        activations: bytes kept for the backward, where nothing, matmuls and attention, or inputs alone are kept
+            ("none", "selective", "full" recompute).
+        hidden: bytes of what goes on to the next unit. heads: (query bytes, key and value bytes) of attention.
+    """
+
+    name: str
+    calls: int
+    kernels: tuple[tuple[int, Kernel], ...]
+    messages: tuple[Message, ...]
+    parameters: dict[str, Number]
+    activations: dict[str, Number]
+    hidden: Number
+    heads: tuple[Number, Number]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Closed forms of one set of layouts.
+
+    Args:
+        sequence: whether positions are sharded over ``tp``. units: first, blocks in order of the model, last.
+        order: the unit's index of each block call. divisors: by axis, lengths that its size must divide.
+        tied: elements that both first and last unit hold. length: whether there are positions to shard.
+    """
+
+    sequence: bool
+    units: tuple[Unit, ...]
+    order: tuple[int, ...]
+    divisors: dict[str, frozenset[int]]
+    tied: Number = 0
+    length: bool = True
+
+    def allows(self, axis: str, size: int) -> bool:
+        """Whether the layouts hold with so many ranks along the axis."""
+        return all(n % size == 0 for n in self.divisors.get(axis, ()))
+
+
+def family(
+    program: Program, primes: Primes, *, sequence: bool = False, fused: bool = False, regather: bool = False
+) -> Family:
+    """The family of a RESHARDED program whose example inputs have the sizes that ``primes`` tells of.
+
+    Args:
+        sequence: whether positions are sharded over tp. fused: whether pointwise chains are one kernel each.
+        regather: whether activations that were gathered are kept as shards and gathered again in the backward.
+    """
+    shapes = symbolic_shapes(primes)
+    names = list(program.blocks)
+    sides = sides_of(program)
+    kept = keeps(program, shapes, sides, fused, regather)
+    parameters = _parameters(program, primes, sides)
+    units = [
+        _unit(
+            name, graph, nodes, len(program.calls_of(name)) or 1, shapes, parameters[name], kept[name], fused, regather
+        )
+        for name, graph, nodes in _pieces(program, sides)
+    ]
+    order = tuple(1 + names.index(str(c.target)) for c in program.calls())
+    tied = _tied(program, primes, sides)
+    return Family(sequence, tuple(units), order, _divisors(program), tied, primes.positions is not None)
+
+
+def symbolic_shapes(primes: Primes) -> Shapes:
+    """From a node to its values on one rank, in symbols."""
+
+    def shapes(node: fx.Node) -> tuple[Value | None, ...]:
+        pairs = zip(specs(node), layouts(node), strict=True)
+        return tuple(_value(s, layout, primes) if isinstance(s, Spec) else None for s, layout in pairs)
+
+    return shapes
+
+
+def sides_of(program: Program) -> dict[fx.Node, str]:
+    """``first`` or ``last`` for each node of the outer graph: before the first call of a block, or behind it."""
+    out, side = {}, FIRST
+    for node in program.graph.nodes:
+        side = LAST if node.op == "call_module" else side
+        out[node] = side
+    return out
+
+
+def _value(spec: Spec, layout: Layout, primes: Primes) -> Value:
+    shape = tuple(primes.size(n) for n in spec.shape)
+    return local_value(Spec(shape, spec.dtype), layout, AXES)  # type: ignore[arg-type]
+
+
+def _pieces(program: Program, sides: dict[fx.Node, str]) -> Iterator[tuple[str, fx.Graph, frozenset[fx.Node]]]:
+    outer = {side: frozenset(n for n, s in sides.items() if s == side) for side in (FIRST, LAST)}
+    yield FIRST, program.graph, outer[FIRST]
+    for name, block in program.blocks.items():
+        yield name, block.graph, frozenset(block.graph.nodes)
+    yield LAST, program.graph, outer[LAST]
+
+
+def _unit(
+    name: str, graph: fx.Graph, nodes: frozenset[fx.Node], calls: int, shapes: Shapes,
+    parameters: dict[str, Number], kept: dict[str, Number], fused: bool, regather: bool,
+) -> Unit:  # fmt: skip
+    count: dict[Kernel, int] = defaultdict(int)
+    for node, kernel in kernels(graph, shapes, fused):
+        if node in nodes:
+            count[kernel] += 1
+    messages = [
+        m for n in graph.nodes if n in nodes and n.target is ops.convert for m in _messages(n, shapes, regather)
+    ]
+    attention = [n for n in graph.nodes if n in nodes and n.target is ops.attention]
+    heads = (sum(_bytes(n, "q", shapes) for n in attention), sum(_bytes(n, a, shapes) for n in attention for a in "kv"))
+    work = tuple((times, kernel) for kernel, times in count.items())
+    held = {policy: kept[policy] for policy in ("none", "selective", "full")}
+    return Unit(name, calls, work, tuple(messages), parameters, held, kept["hidden"], heads)
+
+
+def _bytes(node: fx.Node, name: str, shapes: Shapes) -> Number:
+    value = shapes(bound(node)[name])[0]
+    assert value is not None
+    return value.bytes
+
+
+def _messages(node: fx.Node, shapes: Shapes, regather: bool) -> Iterator[Message]:
+    """The collectives of a conversion, of the value that is whole on its axis."""
+    args = bound(node)
+    axis, value = args["axis"], shapes(node)[0]
+    assert value is not None
+    whole: Number = value.bytes
+    if isinstance(args["dst"], Shard):
+        whole = whole * AXES[axis]
+    for collective, when in zip(communication.collectives(args["src"], args["dst"]), (FORWARD, BACKWARD)):
+        if collective is not None and (when == FORWARD or differentiable(node)):
+            yield Message(axis, collective, when, whole)
+    if regather and gathers(node) and differentiable(node):
+        yield Message(axis, "all_gather", BACKWARD, whole, again=True)
+
+
+def _owners(program: Program, sides: dict[fx.Node, str]) -> dict[str, frozenset[str]]:
+    """The units that read each parameter."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for node, side in sides.items():
+        for source in node.all_input_nodes:
+            if "param" in source.meta and source.op == "placeholder":
+                found[str(source.meta["param"])].add(str(node.target) if node.op == "call_module" else side)
+    return {name: frozenset(units) for name, units in found.items()}
+
+
+def _parameters(program: Program, primes: Primes, sides: dict[fx.Node, str]) -> dict[str, dict[str, Number]]:
+    """Elements by unit and by the data axes of their gradient's sum, for one call of the unit."""
+    out: dict[str, dict[str, Number]] = {n: defaultdict(int) for n in (FIRST, *program.blocks, LAST)}
+    for name, units in _owners(program, sides).items():
+        param = program.params[name]
+        if param.kind != "parameter" or not param.spec.is_float:
+            continue
+        layout = param.layout or Layout()
+        axes = "+".join(a for a in program.mesh.data_axes if layout.get(a, R) in (R, I))
+        for unit in sorted(units):
+            calls = len(program.calls_of(unit)) or 1
+            out[unit][axes] += ratio(1, calls) * _value(param.spec, layout, primes).numel
+    return {unit: dict(groups) for unit, groups in out.items()}
+
+
+def _tied(program: Program, primes: Primes, sides: dict[fx.Node, str]) -> Number:
+    owners = _owners(program, sides)
+    shared = [program.params[n] for n, units in owners.items() if {FIRST, LAST} <= units]
+    both = [p for p in shared if p.kind == "parameter"]
+    return sum(_value(p.spec, p.layout or Layout(), primes).numel for p in both)
+
+
+def _divisors(program: Program) -> dict[str, frozenset[int]]:
+    """By axis, the lengths of parameters' dims that it cut in equal parts."""
+    out: dict[str, set[int]] = defaultdict(set)
+    for param in program.params.values():
+        for axis, shard in (param.layout or Layout()).shards():
+            out[axis] |= {p.length // p.outer for p in shard.pieces if p.sizes is None}
+    for _, graph in program.graphs():
+        for node in graph.nodes:
+            for name in ("q", "k") if node.target is ops.attention else ():
+                heads = bound(node)[name]
+                for axis, shard in layouts(heads)[0].shards():
+                    if shard.dim == 1:
+                        out[axis].add(specs(heads)[0].shape[1])  # type: ignore[union-attr]
+    for axis in program.mesh.data_axes:
+        out.pop(axis, None) if axis == "dp" else None
+    return {axis: frozenset(n) for axis, n in out.items()}

@@ -1,0 +1,137 @@
+"""A family's closed forms evaluated on a grid of sizes at once, for one hardware profile."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from autopar.cost.family import Family, Unit
+from autopar.cost.hardware import Hardware
+from autopar.cost.kernels import Kernel
+from autopar.cost.links import Links
+from autopar.cost.polynomials import Array, Polynomials
+from autopar.cost.price import BACKWARD, FORWARD
+
+Points = Mapping[str, Array]
+POLICIES = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class UnitTimes:
+    """Seconds and bytes of one call of a unit for each point of a grid.
+
+    Args:
+        forward, backward: seconds of compute. again: forward seconds of what selective recomputation repeats.
+        messages: exposed seconds by (axis, part of the step). flops: of matmuls and attention, (forward, backward).
+        activations: bytes by policy of recomputation. hidden: bytes passed on.
+        heads: bytes of (queries, keys and values). parameters: elements by data axes.
+        attention: seconds of it, both ways. rows: elements of the widest matmul's result.
+    """
+
+    forward: Array
+    backward: Array
+    again: Array
+    messages: dict[tuple[str, str], Array]
+    flops: tuple[Array, Array]
+    activations: dict[str, Array]
+    hidden: Array
+    heads: tuple[Array, Array]
+    parameters: dict[str, Array]
+    attention: Array
+    rows: Array
+
+    @property
+    def weight(self) -> Array:
+        """Elements of all parameters of a call."""
+        return np.sum(list(self.parameters.values()), axis=0) if self.parameters else np.zeros(1)
+
+
+@dataclass(frozen=True)
+class Forms:
+    """The polynomials of every unit of a family."""
+
+    family: Family
+
+    @cached_property
+    def units(self) -> tuple["UnitForms", ...]:
+        """Of each unit, in order."""
+        return tuple(UnitForms(u) for u in self.family.units)
+
+
+@dataclass(frozen=True)
+class UnitForms:
+    """The polynomials of one unit."""
+
+    unit: Unit
+
+    @cached_property
+    def _kernels(self) -> Polynomials:
+        rows = []
+        for _, k in self.unit.kernels:
+            flops = k.flops if k.kind != "memory" else (0, 0)
+            rows += [*flops, *k.bytes, *(k.dims or (1, 1, 1))]
+        return Polynomials.of(rows)
+
+    @cached_property
+    def _messages(self) -> Polynomials:
+        return Polynomials.of([m.bytes for m in self.unit.messages])
+
+    @cached_property
+    def _held(self) -> Polynomials:
+        u = self.unit
+        return Polynomials.of([*(u.activations[p] for p in POLICIES), u.hidden, *u.heads, *u.parameters.values()])
+
+    def times(self, points: Points, links: Links, hardware: Hardware) -> UnitTimes:
+        """The unit on a grid. ``points``: arrays by ``b``, ``s`` and axis."""
+        count = len(self.unit.kernels)
+        work = self._kernels(points).reshape(count, 7, -1) if count else np.zeros((0, 7, 1))
+        zero = np.zeros(np.broadcast_shapes(*(np.shape(p) for p in points.values())))
+        forward, backward, again, attention = zero.copy(), zero.copy(), zero.copy(), zero.copy()
+        widest = zero.copy()
+        flops = [zero.copy(), zero.copy()]
+        for (count, kernel), row in zip(self.unit.kernels, work):
+            seconds = kernel_seconds(kernel, row, hardware, points["cp"])
+            forward += count * seconds[0]
+            backward += count * seconds[1]
+            again += count * seconds[0] * (kernel.kind == "memory")
+            attention += count * sum(seconds) * (kernel.kind == "attention")
+            widest = np.maximum(widest, row[4] * row[5]) if kernel.kind == "matmul" else widest
+            turns = points["cp"] if kernel.kind == "attention" else 1
+            flops[0] += count * row[0] * turns
+            flops[1] += count * row[1] * turns
+        held = self._held(points)
+        return UnitTimes(
+            forward, backward, again, self._sent(points, links), (flops[0], flops[1]),
+            dict(zip(POLICIES, held[:3])), held[3], (held[4], held[5]), dict(zip(self.unit.parameters, held[6:])),
+            attention, widest,
+        )  # fmt: skip
+
+    def _sent(self, points: Points, links: Links) -> dict[tuple[str, str], Array]:
+        out: dict[tuple[str, str], Any] = {}
+        for message, whole in zip(self.unit.messages, self._messages(points)):
+            if message.axis in links.axes:
+                key = message.axis, message.when
+                out[key] = out.get(key, 0) + links.seconds(message.collective, whole, message.axis)
+        return out
+
+
+def kernel_seconds(kernel: Kernel, row: Array, hardware: Hardware, context: Any) -> tuple[Array, Array]:
+    """Roofline seconds, forward and backward, of [flops 2, bytes 2, m, n, k] by points.
+
+    Attention meets the keys of all ``context`` ranks.
+    """
+    peak = hardware.flops_per_second(kernel.dtype)
+    bandwidth = hardware.memory_bandwidth * hardware.memory_efficiency
+    moved = row[2] / bandwidth, row[3] / bandwidth
+    if kernel.kind == "memory":
+        return moved[0], moved[1]
+    if kernel.kind == "attention":
+        rates = [peak * e for e in hardware.attention_efficiency]
+        return np.maximum(row[0] * context / rates[0], moved[0]), np.maximum(row[1] * context / rates[1], moved[1])
+    rate = peak * hardware.matmul_efficiency * np.prod(row[4:] / (row[4:] + hardware.matmul_half), axis=0)
+    return np.maximum(row[0] / rate, moved[0]), np.maximum(row[1] / rate, moved[1])
+
+
+__all__ = ["BACKWARD", "FORWARD", "Forms", "UnitForms", "UnitTimes"]

@@ -1,0 +1,56 @@
+"""What collectives on each axis take, for many meshes at once: ``communication`` in arrays."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar.cost.hardware import Hardware
+from autopar.cost.polynomials import Array
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links of every axis for each point of a grid.
+
+    Args:
+        axes: ranks along each axis, or along several joined by ``+``. strides: how far apart those ranks are numbered.
+    """
+
+    hardware: Hardware
+    axes: Mapping[str, Array]
+    strides: Mapping[str, Array]
+
+    @staticmethod
+    def placed(hardware: Hardware, sizes: Mapping[str, Array], order: tuple[str, ...]) -> "Links":
+        """Links of a row-major mesh whose axes are ``order``, major to minor; data axes also together."""
+        axes, strides, stride = {}, {}, np.ones(1)
+        for axis in reversed(order):
+            axes[axis], strides[axis] = sizes[axis], stride
+            stride = stride * sizes[axis]
+        axes["dp+ep"] = sizes["dp"] * sizes["ep"]
+        strides["dp+ep"] = np.minimum(strides["dp"], strides["ep"])
+        return Links(hardware, axes, strides)
+
+    def seconds(self, collective: str, whole: Array, axis: str) -> Array:
+        """Seconds of a collective on a value of ``whole`` bytes; zero on one rank."""
+        return collective_seconds(self.hardware, collective, whole, self.axes[axis], self.strides[axis])
+
+
+def collective_seconds(hardware: Hardware, collective: str, whole: Any, ways: Any, stride: Any) -> Array:
+    """``communication.collective_seconds`` over ``communication.link_between``, in arrays."""
+    inner, outer = hardware.inner, hardware.outer
+    inside = np.minimum(ways, np.maximum(1, hardware.node // stride))
+    nodes = np.ceil(ways / inside)
+    across = np.where(
+        inside == 1, outer.rate(collective), np.minimum(inner.rate(collective), inside * outer.rate(collective))
+    )
+    rate = np.where(nodes == 1, inner.rate(collective), across)
+    rounds = 2 if collective == "all_reduce" else 1
+    outside = rounds * (nodes - 1)
+    latency = np.where(inside > 1, inner.latency, np.where(nodes == 1, inner.latency, outer.latency))
+    base = np.where(nodes == 1, inner.base, max(inner.base, outer.base))
+    sent = rounds * whole * (ways - 1) / (ways**2 if collective == "all_to_all" else ways)
+    steps = (rounds * (ways - 1) - outside) * latency + outside * outer.latency
+    return np.where(ways > 1, steps + base + sent / rate, 0.0)

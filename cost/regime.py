@@ -1,0 +1,59 @@
+"""How a training system holds its states and runs its kernels: ours, and those whose measurements were published."""
+
+from dataclasses import dataclass
+
+from autopar.cost.memory import Widths
+
+
+@dataclass(frozen=True)
+class Regime:
+    """What the model's program leaves open.
+
+    Args:
+        widths: bytes an element of parameters, gradients and optimizer state.
+        fused: pointwise chains are one kernel each. regather: gathered activations are gathered again in the backward.
+        engine: every ZeRO stage stores 1/N, and computes from gathered copies, as ``fully_shard`` does; else the stages
+            of arXiv:1910.02054, table 1, with the gathered copy counted as the parameter.
+        compute_width: bytes an element of what is gathered. reduce_width: of gradients on the wire.
+        overlap: share of compute behind which the data axes' traffic may hide. hidden: share of the tensor axis's
+            traffic that hides behind the matmul beside it.
+        even: every stage has equally many blocks, whatever stands before and behind them.
+        host: seconds of host work for each kernel; a rank takes the longer of host and device.
+        update: bytes moved for each parameter that a rank updates.
+        workspace: bytes an element of the last unit's widest result (logits) at its peak, beyond what is kept.
+        copies: bytes an element of the largest block's parameters, in flight.
+        reserve: bytes outside the allocator's count or in its fragments.
+    """
+
+    widths: Widths = Widths(4, 4, 8)
+    fused: bool = False
+    regather: bool = False
+    engine: bool = True
+    compute_width: int = 2
+    reduce_width: int = 4
+    overlap: float = 1.0
+    hidden: float = 0.0
+    even: bool = False
+    host: float = 0.0
+    update: float = 30.0
+    workspace: float = 0.0
+    copies: float = 0.0
+    reserve: float = 0.0
+
+
+MEGATRON = Regime(
+    widths=Widths(2, 4, 12), fused=True, regather=True, engine=False, overlap=0.0, even=True, workspace=2.0, copies=3.8
+)
+"""Megatron-LM with Transformer Engine: bf16 weights, fp32 gradients and optimizer, fused kernels; the two sizes of what
+is alive for a moment are fitted to the B200 rows of SimuMax (benchmarks/data)."""
+
+NANOTRON = Regime(
+    widths=Widths(2, 4, 12), fused=False, regather=True, engine=False, overlap=0.0, hidden=0.53, host=32e-6,
+    workspace=12.0, copies=2.5, reserve=2.0**30,
+)  # fmt: skip
+"""nanotron: eager kernels, asynchronous gathers over tp; fitted to the playbook's rows (benchmarks/data)."""
+
+FSDP = Regime(widths=Widths(4, 4, 8), overlap=0.8, update=28.0)
+"""``fully_shard`` or Composer's FSDP around eager kernels, fp32 states, bf16 compute."""
+
+REGIMES = {"megatron": MEGATRON, "nanotron": NANOTRON, "fsdp": FSDP}

@@ -1,0 +1,83 @@
+"""Facts of the literature as identities of the model's own formulas (design, section 9)."""
+
+import numpy as np
+import pytest
+import sympy
+
+from autopar.cost.communication import collective_bytes
+from autopar.cost.family import Family, Unit
+from autopar.cost.forms import Forms
+from autopar.cost.hardware import load
+from autopar.cost.kernels import Kernel
+from autopar.cost.memory import MIXED_ADAM, states
+from autopar.cost.regime import Regime
+from autopar.cost.step import SCHEDULES, Candidates, steps
+from autopar.cost.zero import Stage
+
+PSI, N, P, M, V = sympy.symbols("Psi N p m v", positive=True)
+
+
+def sent(stage: int) -> sympy.Expr:
+    parts = Stage(stage).sent(PSI, 0, 2)
+    return sympy.simplify(sum(collective_bytes(c, whole, N) for c, _, whole, _ in parts))
+
+
+def test_data_parallel_gradients_are_two_sizes_less_one_share():
+    assert sympy.simplify(sent(0) - 2 * PSI * (N - 1) / N) == 0
+
+
+def test_zero_one_and_two_send_as_much_and_three_half_as_much_again():
+    assert sympy.simplify(sent(1) - sent(0)) == 0
+    assert sympy.simplify(sent(2) - sent(0)) == 0
+    assert sympy.simplify(sent(3) - sent(0) * sympy.Rational(3, 2)) == 0
+
+
+@pytest.mark.parametrize(("stage", "bytes_"), [(0, 16 + 0 / N), (1, 4 + 12 / N), (2, 2 + 14 / N), (3, 16 / N)])
+def test_zero_states_are_table_one(stage, bytes_):
+    assert sympy.simplify(states(PSI, MIXED_ADAM, stage, N).total - PSI * bytes_) == 0
+
+
+def pipeline(p: int, m: int, schedule: str, virtual: int = 1):
+    """A model of equal blocks whose ends cost nothing, on a pipeline whose sends cost next to nothing."""
+    import torch
+
+    work = Kernel("memory", (0, 0), (1e9, 2e9), None, torch.float32)
+    policies = {"none": 7.0, "selective": 5.0, "full": 1.0}
+    end = dict.fromkeys(policies, 0.0)
+    block = Unit("block", 1, ((1, work),), (), {}, policies, 0, (0, 0))
+    first, last = (Unit(n, 1, (), (), {}, end, 0, (0, 0)) for n in ("first", "last"))
+    made = Family(False, (first, block, last), (1,) * 48, {})
+    column = {n: np.array([float(v)]) for n, v in {
+        "rows": 1, "microbatches": m, "zero": 0, "shard": 0, "recompute": 0, "schedule": SCHEDULES.index(schedule),
+        "virtual": virtual, "offload": 0, "ulysses": 0,
+    }.items()}  # fmt: skip
+    sizes = {a: np.array([float(n)]) for a, n in {"pp": p, "dp": 1, "ep": 1, "cp": 1, "tp": 1}.items()}
+    found = steps(Forms(made), load("h100"), Candidates(sizes, positions=1.0, **column), Regime(even=True))
+    ideal = m * (48 / p) * 3e9 / (load("h100").memory_bandwidth * load("h100").memory_efficiency)
+    return found, ideal
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 8), (16, 64)])
+def test_bubble_of_gpipe_and_1f1b(schedule, p, m):
+    found, ideal = pipeline(p, m, schedule)
+    assert found.bubble[0] / (ideal + found.bubble[0]) == pytest.approx((p - 1) / (m + p - 1), rel=1e-2)
+
+
+@pytest.mark.parametrize("virtual", [2, 3])
+def test_interleaving_divides_the_idle_time(virtual):
+    plain, ideal = pipeline(4, 8, "1f1b")
+    assert pipeline(4, 8, "interleaved", virtual)[0].bubble[0] == pytest.approx(plain.bubble[0] / virtual, rel=1e-2)
+
+
+def test_zero_bubble_schedules_wait_less():
+    waits = [pipeline(4, 8, name, v)[0].bubble[0] for name, v in (("1f1b", 1), ("zero-bubble", 1), ("zbv", 2))]
+    assert waits[0] > waits[1] > waits[2]
+    assert waits[1] == pytest.approx(waits[0] / 3, rel=1e-2)  # F = I = W: arXiv:2401.10241, table 1
+
+
+def test_activations_in_flight():
+    assert pipeline(4, 8, "1f1b")[0].memory["activations"][0] == 12 * 4 * 7.0
+    assert pipeline(4, 8, "gpipe")[0].memory["activations"][0] == 12 * 8 * 7.0
+    more = pipeline(4, 8, "interleaved", 2)[0].memory["activations"][0]
+    assert more == pytest.approx(12 * 4 * 7.0 * (1 + 3 / 8))  # arXiv:2205.05198, appendix: 1 + (p - 1) / (p v)

@@ -1,0 +1,136 @@
+"""The search: every candidate priced alike, ranked the same on every machine, within its budget."""
+
+import itertools
+import json
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+
+from autopar.cli.main import main
+from autopar.cli.models import load
+from autopar.cost import hardware as profiles
+from autopar.cost.communication import collective_seconds as one_link
+from autopar.cost.communication import link_between
+from autopar.cost.cut import balanced, stages_of
+from autopar.cost.forms import Forms
+from autopar.cost.links import collective_seconds
+from autopar.cost.regime import Regime
+from autopar.cost.search import search
+from autopar.cost.space import Space, candidates
+from autopar.cost.step import steps
+from autopar.errors import AutoparError
+from autopar.families import families
+from autopar.planner import plan, planned
+
+MACHINE = profiles.load("h100x16")
+TEXT = {n: torch.zeros(2, 64, dtype=torch.int64, device="meta") for n in ("input_ids", "labels")}
+
+
+@pytest.fixture(scope="module")
+def forms():
+    model = load("hf:llama3-8b-tiny").model.train()
+    return [Forms(f) for f in families(model, (), TEXT).values()]
+
+
+@pytest.fixture(scope="module")
+def plans(forms):
+    return planned(forms, MACHINE, Space(16, 8, 64, 128), Regime(), 10)
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
+def test_links_in_arrays_are_those_of_one_link(collective):
+    machine = profiles.load("h100")
+    for ways, stride in itertools.product((1, 2, 4, 8, 16, 64), (1, 2, 8, 16)):
+        link = link_between(machine, ways, stride)
+        expected = one_link(collective, 1e9, ways, link)
+        assert float(collective_seconds(machine, collective, 1e9, np.array([ways]), np.array([stride]))[0]) == (
+            pytest.approx(expected)
+        )
+
+
+def test_all_candidates_are_the_product_of_the_degrees(forms):
+    for table in candidates(Space(16, 8, 64, 128), forms[0].family):
+        assert set(np.prod(list(table.sizes.values()), axis=0)) == {16.0}
+        assert set(table.rows * table.microbatches * table.sizes["dp"] * table.sizes["ep"]) == {64.0}
+
+
+def test_a_grid_prices_each_candidate_as_alone(forms):
+    table = next(candidates(Space(16, 8, 64, 128), forms[0].family))
+    together = steps(forms[0], MACHINE, table, Regime())
+    for i in range(0, len(table), max(1, len(table) // 25)):
+        alone = steps(forms[0], MACHINE, table.take(np.array([i])), Regime())
+        assert alone.seconds[0] == pytest.approx(together.seconds[i], rel=1e-9)
+        assert alone.peak[0] == pytest.approx(together.peak[i], rel=1e-9)
+
+
+def test_the_best_is_the_fastest_that_fits(plans):
+    fitting = [t.steps.seconds[t.peak <= plans.found.limit] for t in plans.found.tables]
+    assert plans[0].seconds == pytest.approx(min(s.min() for s in fitting if len(s)))
+    assert [p.seconds for p in plans] == sorted(p.seconds for p in plans)
+
+
+def test_the_front_has_nothing_that_is_beaten(plans):
+    front = [(p.seconds, p.memory) for p in plans.front]
+    assert all(a[0] <= b[0] and a[1] > b[1] for a, b in itertools.pairwise(front))
+
+
+def test_the_order_is_the_same_every_time(forms, plans):
+    again = planned(forms, MACHINE, Space(16, 8, 64, 128), Regime(), 10)
+    assert [(p.mesh, p.strategy) for p in again] == [(p.mesh, p.strategy) for p in plans]
+
+
+def test_neighbours_are_worse_and_say_why(plans):
+    best = plans[0]
+    found = best.neighbours()
+    assert len(found) >= 4
+    for _, option in found:
+        assert option.peak > plans.found.limit or option.seconds >= best.seconds * (1 - 1e-9)
+        assert best.why(option)
+    assert "neighbours" in best.explain()
+
+
+def test_nothing_fits_says_what_is_over_and_what_would_fit(forms):
+    small = profiles.load("h100x2")
+    tight = search(forms, small, Space(2, 8, 4, 128), Regime(reserve=1e12), 1e9)
+    assert not tight.best(1) and tight.smallest()[0].peak > 1e9
+    hint = planned(forms, small, Space(2, 8, 4, 128), Regime(reserve=1e12), 3).hint
+    assert "nothing fits" in hint and "over" in hint
+
+
+def test_planning_allocates_no_model():
+    model = load("hf:gpt2").model
+    tracemalloc.start()
+    made = plan(model, "h100x8", (), TEXT, batch=32, sequence=512)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert made and peak < 2**29
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_a_cluster_needs_its_number_of_devices():
+    with pytest.raises(AutoparError) as error:
+        plan(load("hf:gpt2-tiny").model, "h100", (), TEXT)
+    assert error.value.slug == "bad-cluster"
+
+
+def test_stages_are_balanced_by_work(forms):
+    assert balanced((1.0, 1.0, 1.0, 3.0), 2) == (0, 3)
+    counts = stages_of(forms[0].family, 2, 1, even=True)
+    assert counts.sum(axis=0).tolist() == [1.0, 2.0, 1.0]
+
+
+def test_the_command_prints_plans(capsys):
+    assert main(["plan", "hf:llama3-8b-tiny", "h100x4", "--seq", "64", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found and {"mesh", "strategy", "step_seconds", "peak_bytes"} <= set(found[0])
+
+
+def test_the_command_compares_presets_and_auto(capsys):
+    assert (
+        main(["compare", "hf:llama3-8b-tiny", "--cluster", "h100x4", "--seq", "64", "fsdp", "zero1", "auto", "--csv"])
+        == 0
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in lines] == ["name", "fsdp", "zero1", "auto"]
