@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.multiprocessing.spawn import spawn
 
 SQUARES = (64, 128, 256, 512, 1024)
 MESSAGES = (2**14, 2**18, 2**22, 2**24)
@@ -107,7 +108,7 @@ def _timed(work: Callable[[], object]) -> None:
 def collectives(ranks: int = 2) -> dict[str, float]:
     """Rates and latency over gloo: bytes per second by collective, and seconds of a step."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, args=(ranks, folder), nprocs=ranks)
+        spawn(_rank, args=(ranks, folder), nprocs=ranks)
         sizes, reduce, gather = np.loadtxt(Path(folder) / "times.txt").T
     out = {}
     latencies = []
