@@ -1,7 +1,7 @@
 """From a model to the families that the cost model searches: one trace, one lowering for each kind of layouts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from autopar.compile import Loss, only_loss, precision_of, trace_in, uncollected
 from autopar.cost.family import Family, Primes, family
 from autopar.cost.hardware import Hardware, load
 from autopar.errors import AutoparError
+from autopar.ir import ops
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.base import Context
@@ -84,12 +85,19 @@ def families(
     longest = None if example.positions is None else min(max(example.positions, 64), LONGEST)
     primes = Primes.apart(sizes, longest)
     strategy = Strategy(precision=precision)
-    with uncollected():
+
+    def trace(primes: Primes) -> Program:
+        mesh = Mesh.of(dict.fromkeys((*primes.data, "tp"), 2))
         traced = trace_in(
-            precision_of(strategy), model, *example.sized(primes),
-            mesh=Mesh.parse("dp=2,tp=2"), loss=loss, train=model.training,
-        )  # fmt: skip
-        program = only_loss(settle_outputs(traced.program))
+            precision_of(strategy), model, *example.sized(primes), mesh=mesh, loss=loss, train=model.training
+        )
+        return only_loss(settle_outputs(traced.program))
+
+    with uncollected():
+        program = trace(primes)
+        if any(n.target is ops.experts for _, graph in program.graphs() for n in graph.nodes):
+            primes = replace(primes, data=("dp", "ep"))
+            program = trace(primes)
         context = Context(hardware or load("h100"))
         out = {}
         for sequence in (False, True) if example.positions else (False,):
@@ -99,7 +107,7 @@ def families(
                     made = family(lowered, primes, sequence=sequence, fused=fused, regather=regather)
                     out[sequence, (fused, regather)] = made
         if not any(not sequence for sequence, _ in out):
-            alone = run(program, parse("data-parallel,reshard"), context)
+            alone = run(program, parse("data-parallel,expert-parallel,reshard"), context)
             for fused, regather in styles:
                 made = family(alone, primes, fused=fused, regather=regather)
                 out[False, (fused, regather)] = _only_data(made)
@@ -110,7 +118,7 @@ def _lowered(program: Program, sequence: bool, context: Context) -> Program | No
     """The program with its layouts on two tensor ranks; None where the model's sizes do not allow it."""
     tensor = "tensor-parallel{sequence}" if sequence else "tensor-parallel"
     try:
-        return run(program, parse(f"data-parallel,{tensor},reshard"), context)
+        return run(program, parse(f"data-parallel,expert-parallel,{tensor},reshard"), context)
     except AutoparError as error:
         if error.slug not in ("indivisible-dim", "indivisible-heads", "no-plan", "infeasible"):
             raise

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import sympy
 from torch import fx
 
-from autopar.cost import communication
+from autopar.cost import communication, experts
 from autopar.cost.compute import Shapes, Value, bound, differentiable
 from autopar.cost.keep import gathers, keeps
 from autopar.cost.kernels import Kernel, kernels
@@ -62,10 +62,11 @@ class Primes:
         near = length - 2 * (self.positions or 0)
         if self.positions and near in (-1, 1):
             return POSITIONS + near
-        for prime, whole in ((self.rows, ROWS * product(AXES[a] for a in self.data)), (self.positions, POSITIONS)):
+        rows = ROWS * product(ratio(AXES[a], 2) for a in self.data)
+        for prime, whole in ((self.rows, rows), (self.positions, ratio(POSITIONS, 2))):
             while prime and length and length % prime == 0:
                 length //= prime
-                out = out * whole / 2
+                out = out * whole
         return length * out
 
 
@@ -192,6 +193,9 @@ def _unit(
     messages = [
         m for n in graph.nodes if n in nodes and n.target is ops.convert for m in _messages(n, shapes, regather)
     ]
+    for node in graph.nodes:
+        if node in nodes and node.target is ops.experts:
+            messages += _travels(node, shapes)
     attention = [n for n in graph.nodes if n in nodes and n.target is ops.attention]
     heads = (sum(_bytes(n, "q", shapes) for n in attention), sum(_bytes(n, a, shapes) for n in attention for a in "kv"))
     work = tuple((times, kernel) for kernel, times in count.items())
@@ -218,6 +222,17 @@ def _messages(node: fx.Node, shapes: Shapes, regather: bool) -> Iterator[Message
             yield Message(axis, collective, when, whole)
     if regather and gathers(node) and differentiable(node):
         yield Message(axis, "all_gather", BACKWARD, whole, again=True)
+
+
+def _travels(node: fx.Node, shapes: Shapes) -> Iterator[Message]:
+    """Rows that go to their experts and come back, the same in the backward."""
+    found = experts.travel(node, shapes)
+    if found is None:
+        return
+    axis, *ways = found
+    for local in ways:
+        for when in (FORWARD, BACKWARD) if differentiable(node) else (FORWARD,):
+            yield Message(axis, "all_to_all", when, local * AXES[axis])
 
 
 def _owners(program: Program, sides: dict[fx.Node, str]) -> dict[str, frozenset[str]]:

@@ -6,6 +6,7 @@ every stage (arXiv:1811.06965; arXiv:2104.04473, section 2.2), over v where each
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -246,8 +247,13 @@ class _Group:
         return np.where((self.c.shard > 0) & (self.c.shard < ways), self.c.shard, ways)
 
     def _data(self, collective: str, elements: Array, width: int, group: str) -> Array:
-        stride = np.minimum(self.links.strides["dp"], self.links.strides["cp"])
+        stride = self._stride(group)
         return collective_seconds(self.hardware, collective, elements * width, self._share(group), stride)
+
+    def _stride(self, group: str) -> Any:
+        """How far apart the nearest ranks of a group are."""
+        strides = [self.links.strides[a] for a in (*filter(None, group.split("+")), "cp")]
+        return reduce(np.minimum, strides)
 
     def _gathers(self, own: Array) -> Array:
         """Stage 3: what compute does not hide of two gathers of parameters and a scatter of gradients a microbatch."""
@@ -274,7 +280,7 @@ class _Group:
     def _copies(self, elements: Array, group: str) -> Array:
         """Sum over the copies of shards, where data ranks keep several."""
         share, ways = self._share(group), self._ways(group)
-        stride = share * np.minimum(self.links.strides["dp"], self.links.strides["cp"])
+        stride = share * self._stride(group)
         part = elements * self.regime.reduce_width / share
         copies = collective_seconds(self.hardware, "all_reduce", part, ways / share, stride)
         return np.where((self.c.zero > 0) & (share < ways), copies, 0.0)
