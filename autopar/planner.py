@@ -79,11 +79,15 @@ def regime_of(model: nn.Module, precision: str) -> Regime:
 
 
 def accelerator() -> str:
-    """The profile of this machine's device: by its name, "cpu" where there is none or it is not known."""
+    """The profile of this machine's device, by its name. Raises AutoparError ``unknown-hardware``."""
     if not torch.cuda.is_available():
         return "cpu"
-    device = torch.cuda.get_device_name().lower()
-    return next((n for n in sorted(profiles.names(), key=len, reverse=True) if n.split("-")[0] in device), "cpu")
+    device = torch.cuda.get_device_name()
+    found = profiles.of_device(device)
+    if found is None:
+        fix = f"give a mesh and a strategy; there are profiles of {', '.join(profiles.names())}"
+        raise AutoparError("unknown-hardware", f'strategy="auto": no profile of {device!r}', fix)
+    return found
 
 
 def _hint(found: Found, forms: list[Forms], machine: Hardware, space: Space, regime: Regime) -> str:

@@ -22,7 +22,7 @@ from autopar.cost.space import Space, candidates
 from autopar.cost.step import steps
 from autopar.errors import AutoparError
 from autopar.families import families
-from autopar.planner import plan, planned
+from autopar.planner import accelerator, plan, planned
 
 MACHINE = profiles.load("h100x16")
 TEXT = {n: torch.zeros(2, 64, dtype=torch.int64, device="meta") for n in ("input_ids", "labels")}
@@ -134,3 +134,13 @@ def test_the_command_compares_presets_and_auto(capsys):
     )
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(",")[0] for line in lines] == ["name", "fsdp", "zero1", "auto"]
+
+
+def test_auto_asks_for_a_device_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, profile in (("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200")):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        assert accelerator() == profile
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
+    with pytest.raises(AutoparError, match="no profile of 'NVIDIA L4'"):
+        accelerator()
