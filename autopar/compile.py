@@ -18,6 +18,7 @@ from autopar.errors import AutoparError, AutoparWarning
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import TIME, Mesh
 from autopar.ir.program import Program
+from autopar.ir.units import users_of
 from autopar.passes.base import Context
 from autopar.passes.choices import microbatches_of, passes_of
 from autopar.passes.microbatch import microbatch
@@ -162,6 +163,7 @@ class Compiler:
         self.traces: dict[Any, Traced] = {}
         self.pinned: dict[str, Layout] = {}
         self.pinned_mesh: Mesh | None = None
+        self.unread: frozenset[str] | None = None  # parameters that the first trace did not read
         self.pinned_stages: dict[str, tuple[int, ...]] = {}
         self.modes: Callable[[], Mapping[str, bool]] | None = None  # train or eval of each module, by path
         self.said: set[str] = set()
@@ -249,7 +251,7 @@ class Compiler:
         self, traced: Traced, program: Program, loss_only: bool, steps: int, notes: tuple[str, ...]
     ) -> Variant:
         context = Context(load(self.strategy.hardware), self.pinned, self.strategy.strict, mesh=self.pinned_mesh)
-        context.stages, prologue = self.pinned_stages, None
+        context.stages, context.unread, prologue = self.pinned_stages, self.unread or frozenset(), None
         if loss_only and steps > 1:
             split = microbatch(program, steps, context)
             program, prologue = split.main, split.prologue
@@ -274,6 +276,8 @@ class Compiler:
             if param.stages:
                 self.pinned_stages[name] = param.stages
         self.pinned_mesh = replace(program.mesh, microbatches=1)
+        if self.unread is None:
+            self.unread = frozenset(program.params.keys() - users_of(program).keys())
         plans = (planned,) if before is None else (before, planned)
         return Variant(program, traced.structure, traced.constants, plans, records, prologue)
 

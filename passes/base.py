@@ -21,6 +21,7 @@ class Context:
         stages: the pipeline stages that parameters already live in, by name.
         strict: an op without a rule is an error instead of a warning.
         at: coordinates of the rank that ``localize`` lowers for.
+        unread: names of parameters that the trace which chose those layouts did not read.
         warnings: messages for the user, each said once by the caller.
     """
 
@@ -30,6 +31,7 @@ class Context:
     at: Mapping[str, int] = field(default_factory=dict)
     mesh: Mesh | None = None
     stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    unread: frozenset[str] = frozenset()
     warnings: list[str] = field(default_factory=list)
 
 

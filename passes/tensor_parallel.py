@@ -96,7 +96,9 @@ class TensorParallel(Pass):
             solution = solve(flow, space.choices())
             context.warnings += report_opaque(flow, found, solution, axis, strict=context.strict)
             write(program, flow, axis, solution)
-        context.warnings += _held_whole(program, flow, weights - exempt, bool(context.pinned))
+        late = {v for v in weights if flow.values[v].key[0].meta["param"] in context.unread}
+        context.warnings += _held_whole(program, flow, weights - exempt - late, "no dim can be shared out of")
+        context.warnings += _held_whole(program, flow, late, "the first call did not use")
         return program
 
 
@@ -129,8 +131,8 @@ def batch_dims(program: Program, flow: Flow, relations: dict[fx.Node, Relation])
     }
 
 
-def _held_whole(program: Program, flow: Flow, weights: set[int], again: bool) -> list[str]:
-    """A message naming the weights of products that every rank of tp holds whole; ``again``: in a later trace."""
+def _held_whole(program: Program, flow: Flow, weights: set[int], why: str) -> list[str]:
+    """A message naming the weights of products that every rank of tp holds whole."""
     parts = program.mesh.parts("tp")
     whole = []
     for v in sorted(weights):
@@ -141,7 +143,6 @@ def _held_whole(program: Program, flow: Flow, weights: set[int], again: bool) ->
             whole.append(f"{name} {list(flow.values[v].spec.shape)}")
     if not whole or program.mesh.size("tp") == 1:
         return []
-    why = "no dim can be shared out of" if not again else "the first call did not use, or could not share out,"
     return [f"tp={program.mesh.size('tp')}: {why} {', '.join(whole)}; every rank holds them whole"]
 
 

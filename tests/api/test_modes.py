@@ -10,6 +10,7 @@ from torch import nn
 import autopar
 from autopar.compile import MANY, lower
 from autopar.ir.mesh import Mesh
+from tests.ranks import Ranks
 
 
 class Normed(nn.Module):
@@ -104,3 +105,29 @@ def test_many_ways_of_calling_are_told_of():
             pm(x, i / 4)
     with pytest.warns(autopar.AutoparWarning, match=f"traced for {MANY} ways of calling it"):
         torch.testing.assert_close(pm(x, -1.0), model(x, -1.0))
+
+
+class Heads(nn.Module):
+    """Its second projection is read when it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, more: bool = False) -> torch.Tensor:
+        y = self.first(x)
+        return self.second(y) if more else y
+
+
+def late(model: nn.Module, x: torch.Tensor) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        pm = autopar.parallelize(model, "tp=2", (x,))
+        torch.testing.assert_close(pm(x, more=True), model(x, more=True))
+    return [str(w.message) for w in said if isinstance(w.message, autopar.AutoparWarning)]
+
+
+def test_parameters_that_the_first_call_did_not_read_are_said_to_be_whole(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    for said in ranks.run(2, late, Heads(), torch.randn(2, 8)):
+        assert said == ["tp=2: the first call did not use second.weight [8, 8], second.bias [8]; every rank holds them whole"]
