@@ -130,4 +130,5 @@ def late(model: nn.Module, x: torch.Tensor) -> list[str]:
 def test_parameters_that_the_first_call_did_not_read_are_said_to_be_whole(ranks: Ranks) -> None:
     torch.manual_seed(0)
     for said in ranks.run(2, late, Heads(), torch.randn(2, 8)):
-        assert said == ["tp=2: the first call did not use second.weight [8, 8], second.bias [8]; every rank holds them whole"]
+        names = "second.weight [8, 8], second.bias [8]"
+        assert said == [f"tp=2: the first call did not use {names}; every rank holds them whole"]
