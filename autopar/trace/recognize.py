@@ -21,7 +21,7 @@ def recognize_masks(graph: fx.Graph) -> None:
     kinds: dict[Any, str] = {}  # by what computes the mask: layers make theirs alike
     for node in graph.find_nodes(op="call_function", target=ops.attention):
         q, k, v, mask, dropout, is_causal, *rest = node.args
-        if mask is None or is_causal or arguments(node)["fill"] is not None:  # how a number hides is known before
+        if mask is None or is_causal or arguments(node)["fill"] is not None:  # written out: looked at there
             continue
         made = computation(mask)
         if made not in kinds:
@@ -74,8 +74,7 @@ def _kind(mask: fx.Node, seen: list[Affine] | None, shown: Any) -> str:
     if seen is None or len(size) < 2:
         return ""
     left = {c.reduced for c in seen if c.lowest(size) < 0}
-    square = size[-2] == size[-1]  # one row that is spread over queries is not causal
-    kind = "full" if not left else "causal" if left == {CAUSAL} and square else ""
+    kind = "full" if not left else "causal" if left == {CAUSAL} else ""
     return kind if kind and _confirmed(mask, size, kind, shown) else ""
 
 
