@@ -64,11 +64,14 @@ def written_attention(
     scale: float | None,
     fill: float,
 ) -> Tensor:
-    """Attention step by step, with every score in memory; arguments as in ``attention``."""
+    """Attention step by step, with every score in memory; arguments as in ``attention``.
+
+    A mask that is wider than q widens scores and softmax; the probabilities are cast to v's dtype.
+    """
     scores = hidden_scores(q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale), mask, fill)
     if is_causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -math.inf)
-    return F.dropout(scores.softmax(-1), dropout) @ v
+    return F.dropout(scores.softmax(-1), dropout).to(v.dtype) @ v
 
 
 def hidden_scores(scores: Tensor, mask: Tensor | None, fill: float | None) -> Tensor:
@@ -77,7 +80,13 @@ def hidden_scores(scores: Tensor, mask: Tensor | None, fill: float | None) -> Te
         return scores
     if mask.dtype != torch.bool:
         return scores + mask
-    return scores.masked_fill(~mask, -math.inf if fill is None else fill)
+    return scores.masked_fill(~mask, -math.inf if fill is None else _within(fill, scores.dtype))
+
+
+def _within(value: float, dtype: torch.dtype) -> float:
+    """The nearest number that ``dtype`` has: a score may have been written in a wider one."""
+    most = torch.finfo(dtype).max
+    return min(max(value, -most), most) if math.isfinite(value) else value
 
 
 def ring_attention(

@@ -135,5 +135,5 @@ def attention_with_dropout(
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(future, -torch.inf)
     scores = hidden_scores(scores, mask, fill)
-    probabilities = torch.ops.aten._safe_softmax(scores, -1)
+    probabilities = torch.ops.aten._safe_softmax(scores, -1) if fill is None else scores.softmax(-1)
     return (dropout(probabilities, p, key, shares, rng) @ v.to(wide)).to(q.dtype)

@@ -80,7 +80,10 @@ def source_dims(node: fx.Node) -> dict[int, int] | None:
 
 
 def affine(value: Any) -> Affine | None:
-    """The integer tensor or number as an affine function of its own index; None where it is none."""
+    """The integer tensor or number as an affine function of its own index; None where it is none.
+
+    No term is of a dim of length 1, and no value is outside of the dtype: integers that wrap around are none.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         return Affine((), value)
     if not isinstance(value, fx.Node) or value.op != "call_function":
@@ -91,7 +94,15 @@ def affine(value: Any) -> Affine | None:
     if spec.dtype == torch.bool:
         known = truth(value)
         return None if known is None else Affine((), int(known))
-    return _affine_call(value)
+    found = _affine_call(value)
+    return found.without(spec.shape) if found is not None and _fits(found, spec.shape, spec.dtype) else None
+
+
+def _fits(values: Affine, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether the dtype has every value over a shape."""
+    least, most = values.lowest(shape), -Affine().plus(values, -1).lowest(shape)
+    info = torch.iinfo(dtype)
+    return info.min <= least and most <= info.max
 
 
 def _affine_call(node: fx.Node) -> Affine | None:
@@ -195,18 +206,31 @@ def conditions(node: Any) -> list[Affine] | None:
         return _moved_conditions(node)
     name = getattr(target, "_schema", None) and target._schema.name.split("::")[1]  # type: ignore[union-attr]
     if name in SIGNS:
-        x0, y0 = affine(args[0]), affine(args[1])
-        sign, shift = SIGNS[name]
-        return [Affine((), shift).plus(x0.plus(y0, -1), sign)] if x0 is not None and y0 is not None else None
+        apart, (sign, shift) = _difference(args), SIGNS[name]
+        return [Affine((), shift).plus(apart, sign)] if apart is not None else None
     return _equality(name, args) if name in ("eq", "ne") else None
+
+
+def _difference(args: Any) -> Affine | None:
+    """x - y of what is compared; None where one is not affine, or wraps around in the dtype of the comparison."""
+    x, y = (affine(a) for a in args)
+    if x is None or y is None:
+        return None
+    sizes = [shape_of(a) if isinstance(a, fx.Node) else () for a in args]
+    stand = [
+        torch.empty(size, dtype=a.meta["spec"].dtype, device="meta") if isinstance(a, fx.Node) else a
+        for a, size in zip(args, sizes)
+    ]
+    to = torch.result_type(*stand)
+    fit = to == torch.bool or all(_fits(v, size, to) for v, size in zip((x, y), sizes))
+    return x.plus(y, -1) if fit else None
 
 
 def _equality(name: str, args: Any) -> list[Affine] | None:
     """x == y is x >= y and y >= x; x != y is a conjunction only where the difference is one number."""
-    x, y = affine(args[0]), affine(args[1])
-    if x is None or y is None:
+    apart = _difference(args)
+    if apart is None:
         return None
-    apart = x.plus(y, -1)
     if name == "eq":
         return [apart, Affine().plus(apart, -1)]
     sizes = torch.broadcast_shapes(*(shape_of(a) for a in args if isinstance(a, fx.Node)))
@@ -249,8 +273,10 @@ def element(value: Any, index: tuple[int, ...]) -> Any:
         return element(args[0], tuple(at[dims.index(d)] for d in range(len(dims))))
     if target in (aten.unsqueeze.default, aten.reshape.default):
         return element(args[0], _unravel(at, size, shape_of(args[0])))  # type: ignore[arg-type]
-    if target in (aten.expand.default, aten._to_copy.default):
+    if target is aten.expand.default:
         return element(args[0], at)
+    if target is aten._to_copy.default:
+        return _scalar(args[0], element(args[0], at)).to(value.meta["spec"].dtype).item()
     if target in (aten.slice.Tensor, aten.cat.default, aten.cumsum.default):
         return _element_along(value, list(at))
     return target(*(_scalar(a, element(a, at)) for a in args)).item()  # type: ignore[operator]

@@ -8,6 +8,7 @@ from torch import fx
 
 from autopar.ir import ops
 from autopar.ir.program import Spec
+from autopar.rules.arguments import arguments
 from autopar.trace.affine import Affine, conditions, element, negation, shape_of
 
 aten = torch.ops.aten
@@ -20,7 +21,7 @@ def recognize_masks(graph: fx.Graph) -> None:
     kinds: dict[Any, str] = {}  # by what computes the mask: layers make theirs alike
     for node in graph.find_nodes(op="call_function", target=ops.attention):
         q, k, v, mask, dropout, is_causal, *rest = node.args
-        if mask is None or is_causal:
+        if mask is None or is_causal or arguments(node)["fill"] is not None:  # written out: looked at there
             continue
         made = computation(mask)
         if made not in kinds:
@@ -119,8 +120,10 @@ def _is_zero(value: Any) -> bool:
 def _hides(value: Any, mask: fx.Node) -> bool:
     """Minus infinity, or the dtype's lowest: nothing is left of an entry by the softmax where another one is seen."""
     constant = _constant(value)
-    lowest = torch.finfo(mask.meta["spec"].dtype).min
-    return isinstance(constant, (int, float)) and (constant == -math.inf or constant <= lowest * 0.99)
+    spec = mask.meta["spec"]
+    if not isinstance(constant, (int, float)) or not spec.is_float:
+        return False
+    return constant == -math.inf or constant <= torch.finfo(spec.dtype).min * 0.99
 
 
 def _confirmed(mask: fx.Node, size: tuple[int, ...], kind: str, shown: Any) -> bool:

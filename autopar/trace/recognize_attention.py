@@ -5,6 +5,7 @@ by a number (which stays that number, ``fill``), and no cast loses digits. A mas
 into the op; where every query sees a key, the fused kernels compute the same.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ class _Scores:
     mask: fx.Node | None = None
     opposite: bool = False  # the mask says what is hidden
     fill: float | None = None
+    added_in: torch.dtype | None = None  # what scores and an added mask were, or were promoted to
 
 
 def recognize_attention(graph: fx.Graph) -> None:
@@ -138,11 +140,13 @@ def _apply(found: _Scores, node: fx.Node, back: int) -> bool:
         if by is None or found.mask is not None or node.kwargs or not by:
             return False
         found.scale *= by if node.target is aten.mul.Tensor else 1.0 / by
-        return True
+        return math.isfinite(found.scale) and found.scale != 0
     if found.mask is not None or node.kwargs:
         return False
     if node.target is aten.add.Tensor:
-        found.mask, found.fill = _tensor(node.args[1 - back]), 0.0
+        found.mask, found.fill, found.added_in = _tensor(node.args[1 - back]), 0.0, node.meta["spec"].dtype
+        if found.mask is None or not found.mask.meta["spec"].is_float:  # a bool mask would hide, but adds 1
+            return False
     elif node.target is aten.masked_fill.Scalar:
         found.mask, found.fill, found.opposite = _tensor(node.args[1]), _number(node.args[2]), True
     else:
@@ -178,7 +182,12 @@ def _rewrite(graph: fx.Graph, found: _Scores, out: fx.Node, p: float, key: int) 
         k = _transposed(graph, turned)
         if mask is not None and found.opposite:
             mask = edit.call(graph, aten.logical_not.default, (mask,), like=out)
-        args = (q, k, v, mask, p, causal, found.scale, False, key, fill if mask is not None else None)
+        if mask is not None and found.added_in not in (None, mask.meta["spec"].dtype):
+            mask = edit.call(graph, aten._to_copy.default, (mask,), {"dtype": found.added_in}, like=out)
+        if found.scale < 0:  # the fused kernels hide by a number that they scale
+            q = edit.call(graph, aten.neg.default, (q,), like=out)
+        scale = abs(found.scale)
+        args = (q, k, v, mask, p, causal, scale, False, key, fill if mask is not None else None)
         new = edit.call(graph, ops.attention, args, like=out, spec=out.meta["spec"])
     edit.replace(out, new)
 

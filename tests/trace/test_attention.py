@@ -1,5 +1,8 @@
 """Attention written out by hand is recognized where it is the same, and only there."""
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -111,3 +114,59 @@ def test_what_is_something_else_stays(model: type[nn.Module]) -> None:
 
 def test_a_soft_cap_stays() -> None:
     assert not found(traced(Written(cap=3.0), rows(), kept()))
+
+
+def seen(diagonal: int = 0) -> Tensor:
+    return torch.ones(16, 16, dtype=torch.bool).tril(diagonal)
+
+
+class By(Heads):
+    """``weigh`` makes probabilities of the scores."""
+
+    def __init__(self, weigh: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weigh = weigh
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        return self.join(self.weigh(q @ k.transpose(-1, -2)).to(v.dtype) @ v)
+
+
+def same(weigh: Callable[[Tensor], Tensor], dtype: torch.dtype, close: float) -> Program:
+    """Whether what is traced gives what the model gives."""
+    torch.manual_seed(0)
+    model, x = By(weigh).to(dtype), rows().to(dtype)
+    program, params = traced(model, x), dict(model.named_parameters())
+    got = evaluate(program, {n: params[n] if n in params else torch.tensor(0) for n in program.params}, [x])[0]
+    torch.testing.assert_close(got, model(x), rtol=close, atol=close)
+    return program
+
+
+@pytest.mark.parametrize(
+    "weigh",
+    [
+        lambda s: (s + seen()).softmax(-1),
+        lambda s: (s * -0.35).masked_fill(~seen(), -math.inf).softmax(-1),
+        lambda s: (s + torch.where(seen(), 0, -10000)).softmax(-1),
+        lambda s: (s + torch.where(seen(), 0, -3).to(s.dtype)).softmax(-1),
+        lambda s: s.masked_fill(~seen(), -2.0).softmax(-1),
+        lambda s: torch.where(seen(), s, -2.0).softmax(-1),
+        lambda s: s.masked_fill(~seen()[:1], -math.inf).softmax(-1),
+    ],
+    ids=["bool added", "negative scale", "integers", "cast integers", "weak fill", "weak where", "one row"],
+)
+def test_what_looks_like_causal_attention(weigh: Callable[[Tensor], Tensor]) -> None:
+    same(weigh, torch.float64, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "weigh",
+    [
+        lambda s: (s + seen() * 0.5 * torch.ones(())).softmax(-1),
+        lambda s: s.float().masked_fill(~seen(-1), torch.finfo(torch.float32).min).softmax(-1),
+        lambda s: (s.float() + torch.where(seen(-1), 0.0, -1e4).to(s.dtype)).softmax(-1),
+    ],
+    ids=["wide mask", "wide fill", "wide scores"],
+)
+def test_scores_that_are_wider_than_the_values(weigh: Callable[[Tensor], Tensor]) -> None:
+    assert found(same(weigh, torch.bfloat16, 2e-2))

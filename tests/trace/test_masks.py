@@ -57,6 +57,11 @@ OTHER: dict[str, Callable[[], Tensor]] = {
     "half_masked": lambda: torch.where(columns() <= rows(), 0.0, -1.0),
     "offset": lambda: torch.where(columns() <= rows(), 1.0, -math.inf),
     "stretched": lambda: columns() <= rows() * 2,
+    "one_row": lambda: (columns() <= rows())[:1],
+    "one_index": lambda: (columns() <= rows()) & (torch.arange(1) + 1 > torch.arange(S)),
+    "wraps": lambda: (columns() + 253).to(torch.uint8) <= (rows() + 253).to(torch.uint8),
+    "wraps_after": lambda: rows().to(torch.uint8) - columns().to(torch.uint8) >= 0,
+    "number_wraps": lambda: (columns() <= rows()) & (columns().to(torch.uint8) < 258),
 }
 
 

@@ -67,6 +67,8 @@ def test_data_dependent_branch_names_module_and_line(capfd: pytest.CaptureFixtur
         (lambda m, x: torch.linalg.nothing(x), "trace-failed"),
         (lambda m, x: _hooked(x), "custom-backward"),
         (lambda m, x: Straight.apply(x), "custom-backward"),
+        (lambda m, x: Slowed.apply(Slowed.apply(x, 1.0), 0.5), "custom-backward"),
+        (lambda m, x: Clipped.apply(x), "custom-backward"),
     ],
 )
 def test_refusals(function: Any, slug: str) -> None:
@@ -97,6 +99,31 @@ class Straight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         return g
+
+
+class Slowed(torch.autograd.Function):
+    """The identity, with part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: float) -> Tensor:
+        ctx.part = part
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g * ctx.part, None
+
+
+class Clipped(torch.autograd.Function):
+    """The identity, where gradients are small."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g.clamp(-5, 5)
 
 
 class Honest(torch.autograd.Function):
