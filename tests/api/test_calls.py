@@ -1,0 +1,141 @@
+"""What tells one call from another: callables, plain values, arrays, and which dims are the batch's."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import autopar
+from autopar import AutoparError
+from autopar.ir.mesh import Mesh
+from autopar.runtime.simulate import run_ranks
+from tests.api.models import WIDTH, features, seeded
+
+
+class Given(nn.Module):
+    """The loss is what the caller says, if anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, make: Any = None) -> Tensor:
+        y = self.lin(x)
+        if isinstance(make, list):
+            return y.mean()
+        return make(y) if callable(make) else y.mean() * (1 if make is None else float(np.asarray(make).sum()))
+
+
+class Power:
+    """A callable with state."""
+
+    def __init__(self, power: float) -> None:
+        self.power = power
+
+    def __call__(self, y: Tensor) -> Tensor:
+        return (y.abs() ** self.power).mean()
+
+    def half(self, y: Tensor) -> Tensor:
+        return self(y) / 2
+
+
+def closure(scale: float) -> Callable[[Tensor], Tensor]:
+    return lambda y: (y * scale).sum()
+
+
+LABELS = torch.tensor([0, 3, 5, 1])
+
+
+def smoothed(by: float) -> Callable[[Tensor], Tensor]:
+    return functools.partial(F.cross_entropy, target=LABELS, label_smoothing=by)
+
+
+class Weighted(nn.Module):
+    """A module without parameters."""
+
+    def __init__(self, smoothing: float) -> None:
+        super().__init__()
+        self.inner = nn.CrossEntropyLoss(label_smoothing=smoothing)
+
+    def forward(self, y: Tensor) -> Tensor:
+        return self.inner(y, LABELS)
+
+
+@pytest.mark.parametrize("make", [closure, Power, lambda s: Power(s).half, smoothed, Weighted, lambda s: -s * 0.0])
+def test_values_that_look_alike_are_told_apart(make: Callable[[float], Any]) -> None:
+    model, x = seeded(Given), features(4, WIDTH)
+    pm = autopar.parallelize(model, "dp=1", (x, make(0.0)), heartbeat=None)
+    for value in (make(0.0), make(0.3), make(0.7)):
+        assert_close(pm.train_step(x, value), model(x, value).detach())
+
+
+def test_an_object_is_looked_at_again() -> None:
+    model, x = seeded(Given), features(4, WIDTH)
+    power, module, bound = Power(2.0), Weighted(0.0), Power(2.0)
+    pm = autopar.parallelize(model, "dp=1", (x, power), heartbeat=None)
+    for i in range(2):
+        for value in (power, module, bound.half):
+            assert_close(pm.train_step(x, value), model(x, value).detach())
+        traces = len(pm._compiler.traces)  # type: ignore[attr-defined]
+        for value in (power, module, bound.half):
+            pm.train_step(x, value)
+        assert len(pm._compiler.traces) == traces == 3 * (i + 1)  # type: ignore[attr-defined]
+        power.power, bound.power, module.inner.label_smoothing = 3.0, 3.0, 0.5
+
+
+def test_a_list_is_no_tuple() -> None:
+    model, x = seeded(Given), features(4, WIDTH)
+    pm = autopar.parallelize(model, "dp=1", (x, [2.0, 3.0]), heartbeat=None)
+    for value in ([2.0, 3.0], (2.0, 3.0)):
+        assert_close(pm.train_step(x, value), model(x, value).detach())
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (np.arange(3.0), ["make", "ndarray"]),
+        ({1, 2}, ["make", "set"]),
+        (torch.Generator(), ["make", "Generator"]),
+        (nn.Linear(WIDTH, 1), ["make", "Linear", "parameters"]),
+        (functools.partial(nn.Linear(WIDTH, 1).forward), ["make", "partial", "parameters"]),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_values_that_no_key_tells_apart(value: Any, words: list[str]) -> None:
+    with pytest.raises(AutoparError) as raised:
+        autopar.parallelize(seeded(Given), "dp=1", (features(4, WIDTH), value), heartbeat=None)
+    assert raised.value.slug == "input-structure" and raised.value.fix
+    assert all(w in raised.value.message for w in words)
+
+
+class Scaled(nn.Module):
+    """Two inputs, of which the second is no batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        return (self.lin(x) * w.sum()).mean()
+
+
+def test_batch_dims_do_not_change_with_sizes() -> None:
+    """What was no batch at the first call is none where it happens to be as long; what was one must stay one."""
+    model, w = seeded(Scaled), torch.tensor([1.0, 3.0])
+
+    def rank(at: int, first: int, second: int) -> list[Tensor]:
+        pm = autopar.parallelize(seeded(Scaled), "dp=2", (features(2 * first, WIDTH).chunk(2)[at], w), heartbeat=None)
+        return [pm.train_step(features(2 * n, WIDTH).chunk(2)[at], w) for n in (first, second)]
+
+    for losses in run_ranks(Mesh.parse("dp=2"), lambda at: rank(at, 4, 2)):
+        assert_close(losses, [model(features(2 * n, WIDTH), w).detach() for n in (4, 2)])
+    with pytest.raises(AutoparError) as raised:
+        run_ranks(Mesh.parse("dp=2"), lambda at: rank(at, 2, 4))
+    assert raised.value.slug == "batch-dims" and "w" in raised.value.message
+    assert "first call" in str(raised.value.fix)
