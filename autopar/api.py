@@ -106,7 +106,9 @@ def parallelize(
         return module
 
     example = example_of(model, args, kwargs)
-    return build(*example) if example is not None else Deferred(build, model.training)
+    if example is None:
+        return Deferred(build, model.training, settings_of(model))
+    return build(*example)
 
 
 def mirror(module: ParallelModule, model: nn.Module) -> None:

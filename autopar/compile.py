@@ -181,7 +181,7 @@ class Compiler:
                 )
         made = self.variants[key, loss_only]
         if grad and not loss_only:
-            self._tell(sums(made.program))
+            self._tell(sums([v.program for v in self.variants.values()]))
         return made
 
     def example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool) -> Variant:
@@ -355,11 +355,11 @@ def tell(messages: Iterable[str]) -> None:
         warnings.warn(message, AutoparWarning, stacklevel=2)
 
 
-def sums(program: Program) -> list[str]:
+def sums(programs: list[Program]) -> list[str]:
     """What to know before a gradient is taken through an output of a model that has no loss, on several data ranks."""
-    ways = program.mesh.data_size
-    learns = any(p.kind == "parameter" and p.trainable for p in program.params.values())
-    if ways == 1 or not learns or any(o.kind == "loss" for o in program.outputs):
+    ways = programs[0].mesh.data_size
+    learns = any(p.kind == "parameter" and p.trainable for p in programs[0].params.values())
+    if ways == 1 or not learns or any(o.kind == "loss" for p in programs for o in p.outputs):
         return []
     return [
         "the model has no loss, and gradients of one that is computed from its outputs are added up over data ranks: "

@@ -32,7 +32,7 @@ class Same:
 
     def __repr__(self) -> str:
         named = self.value if hasattr(self.value, "__qualname__") else type(self.value)
-        return f"{type(self.value).__name__} {named.__module__}.{named.__qualname__}"
+        return f"{type(self.value).__name__} {getattr(named, '__module__', None)}.{named.__qualname__}"
 
 
 def key_of(value: Any, within: frozenset[int] = frozenset()) -> Hashable:
@@ -45,7 +45,8 @@ def key_of(value: Any, within: frozenset[int] = frozenset()) -> Hashable:
     if isinstance(value, slice):
         return tuple(_state(v, within) for v in (value.start, value.stop, value.step))
     if isinstance(value, PLAIN) or not callable(value):
-        return value  # type: ignore[no-any-return]
+        kept: Hashable = value
+        return kept
     own = Same(value.__func__ if isinstance(value, MethodType) else value)
     return (own, _state(_held(value), within | {id(value)})) if id(value) not in within else own
 
@@ -58,6 +59,8 @@ def _state(value: Any, within: frozenset[int]) -> Hashable:
         return tuple((_state(k, within), _state(v, within)) for k, v in value.items())
     if isinstance(value, (list, tuple)):
         return type(value), tuple(_state(v, within) for v in value)
+    if isinstance(value, (set, frozenset)):
+        return type(value), tuple(sorted((_state(v, within) for v in value), key=repr))
     if isinstance(value, (*PLAIN, nn.Module, functools.partial, MethodType)):
         return type(value), key_of(value, within)
     return Same(value)
