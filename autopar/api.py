@@ -112,14 +112,14 @@ def parallelize(
 
 
 def mirror(module: ParallelModule, model: nn.Module) -> None:
-    """Give the parallel module a place for each of the model's modules, in the same mode, with its settings fixed."""
+    """Give the parallel module a place for each of the model's modules: in order, in its mode, with settings fixed."""
     named: dict[str, nn.Module] = {"": module}
     places: dict[int, nn.Module] = {}  # by the module that they stand for, which may have several names
     for name, original in model.named_modules(remove_duplicate=False):
         if name:
             path, _, last = name.rpartition(".")
             children: dict[str, Any] = named[path]._modules
-            named[name] = children.setdefault(last, places.get(id(original)) or Container())
+            children[last] = named[name] = children.pop(last, None) or places.get(id(original)) or Container()
         here = named[name]
         places.setdefault(id(original), here)
         here.training = original.training

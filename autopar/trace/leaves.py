@@ -45,8 +45,7 @@ def key_of(value: Any, within: frozenset[int] = frozenset()) -> Hashable:
     if isinstance(value, slice):
         return tuple(_state(v, within) for v in (value.start, value.stop, value.step))
     if isinstance(value, PLAIN) or not callable(value):
-        kept: Hashable = value
-        return kept
+        return value
     own = Same(value.__func__ if isinstance(value, MethodType) else value)
     return (own, _state(_held(value), within | {id(value)})) if id(value) not in within else own
 
