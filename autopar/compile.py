@@ -241,8 +241,9 @@ class Compiler:
             self.traces[key] = self.rewrite(traced)
             if len(self.traces) == MANY:
                 self._tell([
-                    f"the model was traced for {MANY} ways of calling it, each compiled and kept: shapes, numbers and "
-                    "strings among the inputs, and modes; pad to fewer shapes, pass numbers as tensors"
+                    f"the model was traced for {MANY} ways of calling it, each compiled and kept: shapes, numbers, "
+                    "strings and callables among the inputs, and modes; pad to fewer shapes, pass numbers as tensors, "
+                    "and the same callables"
                 ])  # fmt: skip
         return self.traces[key]
 
