@@ -1,10 +1,11 @@
 """Inputs that are no tensors: which are taken, and what tells one call's from another's."""
 
+import dis
 import enum
 import functools
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -73,8 +74,14 @@ def _held(value: Any) -> Any:
         return value.func, value.args, value.keywords
     if isinstance(value, FunctionType):
         cells = [_contents(c) for c in value.__closure__ or ()]
-        return value.__defaults__, value.__kwdefaults__, cells, vars(value)
+        outer = [value.__globals__[n] for n in _globals_of(value.__code__) if n in value.__globals__]
+        return value.__defaults__, value.__kwdefaults__, cells, outer, vars(value)
     return None if isinstance(value, type) else dict(getattr(value, "__dict__", {}))
+
+
+@functools.lru_cache(256)
+def _globals_of(code: CodeType) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"))
 
 
 def _contents(cell: Any) -> Any:

@@ -50,6 +50,13 @@ def closure(scale: float) -> Callable[[Tensor], Tensor]:
     return lambda y: (y * scale).sum()
 
 
+HEAD, SCALES = nn.Linear(WIDTH, 1), {"by": 2.0}
+
+
+def outer(y: Tensor) -> Tensor:
+    return y.sum() * SCALES["by"]
+
+
 LABELS = torch.tensor([0, 3, 5, 1])
 
 
@@ -90,6 +97,14 @@ def test_an_object_is_looked_at_again() -> None:
         power.power, bound.power, module.inner.label_smoothing = 3.0, 3.0, 0.5
 
 
+def test_a_global_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = seeded(Given), features(4, WIDTH)
+    pm = autopar.parallelize(model, "dp=1", (x, outer), heartbeat=None)
+    for scale in (2.0, 3.0):
+        monkeypatch.setitem(SCALES, "by", scale)
+        assert_close(pm.train_step(x, outer), model(x, outer).detach())
+
+
 def test_a_list_is_no_tuple() -> None:
     model, x = seeded(Given), features(4, WIDTH)
     pm = autopar.parallelize(model, "dp=1", (x, [2.0, 3.0]), heartbeat=None)
@@ -105,6 +120,7 @@ def test_a_list_is_no_tuple() -> None:
         (torch.Generator(), ["make", "Generator"]),
         (nn.Linear(WIDTH, 1), ["make", "Linear", "parameters"]),
         (functools.partial(nn.Linear(WIDTH, 1).forward), ["make", "partial", "parameters"]),
+        (lambda y: HEAD(y).mean(), ["make", "function", "parameters"]),
     ],
     ids=lambda v: type(v).__name__,
 )
