@@ -15,8 +15,8 @@ from autopar.compile import Compiler, uncollected
 from autopar.emit.across import Across
 from autopar.emit.deferred import Deferred
 from autopar.emit.module import ParallelModule
+from autopar.emit.named import Container, settings_of
 from autopar.emit.params import Place, initialise
-from autopar.emit.units import Container
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Param
@@ -51,7 +51,8 @@ def parallelize(
         args, kwargs: this rank's example inputs, as in ``torch.export``; the model's own ``dummy_inputs`` where
             absent; a model without them is compiled at its first call.
         loss: from the model's output to a scalar; by default the output's ``loss``, or a scalar output.
-        batch_dims: batch dim of each input by dotted name or in order; by default dim 0 of all as long as the first.
+        batch_dims: batch dim of each input by dotted name or in order; by default dim 0 of all as long as the first, as
+            found at the first call that has the input.
         strategy: a Strategy, its text, or "auto": the fastest that ``plan`` finds for the devices of ``mesh``, whose
             axes are then chosen too.
         seed: of random streams (dropout), and of initial weights that are on the meta device.
@@ -98,28 +99,31 @@ def parallelize(
         tensors = make(first.program.params, first.constants, Across.of(first.program, place))
         compiler.model = hollow or blueprint(model)
         module = ParallelModule(compiler, first.program, place, tensors, {**place.axes, "rng": Streams(seed)})
-        mirror(module, model)
         module._heart = heart
+        mirror(module, model)
         tree = module._skeleton.root  # not the module: it holds the compiler, and groups end with the last reference
         compiler.modes = lambda: {n: m.training for n, m in tree.named_modules()}
         return module
 
     example = example_of(model, args, kwargs)
-    return build(*example) if example is not None else Deferred(build, model.training)
+    if example is None:
+        return Deferred(build, model.training, settings_of(model))
+    return build(*example)
 
 
 def mirror(module: ParallelModule, model: nn.Module) -> None:
-    """Give the parallel module a place for each of the model's modules, in the same mode."""
-    module.training = model.training
-    for name, original in model.named_modules():
-        here: nn.Module = module
-        for part in filter(None, name.split(".")):
-            if part not in here._modules:
-                here._modules[part] = Container()
-            child = here._modules[part]
-            assert child is not None
-            here = child
+    """Give the parallel module a place for each of the model's modules: in order, in its mode, with settings fixed."""
+    named: dict[str, nn.Module] = {"": module}
+    places: dict[int, nn.Module] = {}  # by the module that they stand for, which may have several names
+    for name, original in model.named_modules(remove_duplicate=False):
+        if name:
+            path, _, last = name.rpartition(".")
+            children: dict[str, Any] = named[path]._modules
+            children[last] = named[name] = children.pop(last, None) or places.get(id(original)) or Container()
+        here = named[name]
+        places.setdefault(id(original), here)
         here.training = original.training
+        here.__dict__["_compiled"] = settings_of(original) - vars(here).keys() - set(dir(type(here)))
 
 
 def resolve(mesh: DeviceMesh | str | Mapping[str, int], device: str) -> tuple[Mesh, DeviceMesh | None]:

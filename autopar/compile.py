@@ -1,7 +1,6 @@
 """From a model and a way of calling it to a program for a rank; each way is compiled once."""
 
 import gc
-import hashlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,17 +23,17 @@ from autopar.passes.choices import microbatches_of, passes_of
 from autopar.passes.microbatch import microbatch
 from autopar.passes.pipeline import Record, parse, run
 from autopar.passes.zero import Zero
-from autopar.runtime.agreement import LIMIT, checksum
+from autopar.runtime.agreement import LIMIT, checksum, fingerprint, identity
 from autopar.solve.batch import settle_outputs
 from autopar.strategy import Strategy
 from autopar.trace import Structure, Traced, trace
 from autopar.trace.blueprint import blueprint
+from autopar.trace.leaves import Same, objects
 from autopar.trace.tracing import batch_dims_of
 
 Loss = Callable[[Any], Tensor]
 OnPass = Callable[[str, Program], None]
 MANY = 16  # traces after which the user is told of them
-SAMPLES = 16  # values of each tensor of the model that ranks compare
 
 
 class Agree(Protocol):
@@ -166,6 +165,8 @@ class Compiler:
         self.unread: frozenset[str] | None = None  # parameters that the first trace did not read
         self.pinned_stages: dict[str, tuple[int, ...]] = {}
         self.modes: Callable[[], Mapping[str, bool]] | None = None  # train or eval of each module, by path
+        self.dims: dict[str, int | None] = {}  # batch dim of each input by name, as found at its first call
+        self.objects: dict[Same, int] = {}  # objects among the inputs by when they came, which ranks compare
         self.said: set[str] = set()
 
     def variant(
@@ -178,7 +179,10 @@ class Compiler:
                 self.variants[key, loss_only] = self._agreed(
                     lambda: self._compile(self._traced(key, args, kwargs), loss_only)
                 )
-        return self.variants[key, loss_only]
+        made = self.variants[key, loss_only]
+        if grad and not loss_only:
+            self._tell(sums([v.program for v in self.variants.values()]))
+        return made
 
     def example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool) -> Variant:
         """The variant of the example inputs: that of a training step where there is a loss. Collective."""
@@ -194,7 +198,7 @@ class Compiler:
     def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool, what: str) -> Any:
         try:
             structure, tensors = Structure.of(self.model, args, kwargs)
-            dims = batch_dims_of(structure, tensors, self.batch_dims)
+            dims = batch_dims_of(structure, tensors, self.batch_dims, self.dims)
         except Exception as error:
             self._report(error)
             raise
@@ -204,7 +208,11 @@ class Compiler:
         same = checksum(t for t, d in zip(tensors, dims) if d is None)
         mine = checksum((t for t, d in zip(tensors, dims) if d is not None), LIMIT)
         flags = self._flags(train)
-        rows = self.agree(fingerprint(structure.key, shapes, dtypes, flags, what), own, same, mine)
+        came = [self.objects.setdefault(o, len(self.objects)) for o in objects(structure.key)]
+        rows = self.agree(fingerprint(structure.key, came, shapes, dtypes, flags, what), own, same, mine)
+        for name, t, d in zip(structure.names, tensors, dims):
+            if t.ndim:
+                self.dims.setdefault(name, d)
         return structure.key, shapes, dtypes, rows if own is not None else None, flags
 
     def _flags(self, train: bool) -> tuple[bool, ...]:
@@ -221,18 +229,21 @@ class Compiler:
         if key not in self.traces:
             _check_call(self.model, args, kwargs)
             rows, flags = key[-2], key[-1]
+            structure, tensors = Structure.of(self.model, args, kwargs)
+            dims = batch_dims_of(structure, tensors, self.batch_dims, self.dims)
             with flagged(self.model, flags):
                 traced = trace_in(
                     precision_of(self.strategy), self.model, args, kwargs,
-                    mesh=self.mesh, rows=rows, loss=self.loss, batch_dims=self.batch_dims, train=flags[0],
+                    mesh=self.mesh, rows=rows, loss=self.loss, batch_dims=dims, train=flags[0],
                 )  # fmt: skip
             self._tell(traced.notes)
             traced.program = settle_outputs(traced.program)
             self.traces[key] = self.rewrite(traced)
             if len(self.traces) == MANY:
                 self._tell([
-                    f"the model was traced for {MANY} ways of calling it, each compiled and kept: shapes, numbers and "
-                    "strings among the inputs, and modes; pad to fewer shapes, pass numbers as tensors"
+                    f"the model was traced for {MANY} ways of calling it, each compiled and kept: shapes, numbers, "
+                    "strings and callables among the inputs, and modes; pad to fewer shapes, pass numbers as tensors, "
+                    "and the same callables"
                 ])  # fmt: skip
         return self.traces[key]
 
@@ -345,6 +356,19 @@ def tell(messages: Iterable[str]) -> None:
         warnings.warn(message, AutoparWarning, stacklevel=2)
 
 
+def sums(programs: list[Program]) -> list[str]:
+    """What to know before a gradient is taken through an output of a model that has no loss, on several data ranks."""
+    ways = programs[0].mesh.data_size
+    learns = any(p.kind == "parameter" and p.trainable for p in programs[0].params.values())
+    if ways == 1 or not learns or any(o.kind == "loss" for p in programs for o in p.outputs):
+        return []
+    return [
+        "the model has no loss, and gradients of one that is computed from its outputs are added up over data ranks: "
+        f"the mean of each rank's rows gives {ways} times the gradient of the mean of all rows; pass loss= to "
+        "parallelize and call train_step, or divide by the global count"
+    ]
+
+
 def plan_text(program: Program) -> str:
     """Layouts of every value, as text: equal on ranks that planned alike."""
     lines = []
@@ -370,21 +394,3 @@ def only_loss(program: Program) -> Program:
             program.graph.erase_node(node)
     used = {str(call.target) for call in program.calls()}
     return replace(program, blocks={n: b for n, b in program.blocks.items() if n in used})
-
-
-def identity(model: nn.Module) -> str:
-    """A hash of the names, shapes and dtypes of a model's tensors and of a sample of their values."""
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return fingerprint(*((n, tuple(t.shape), str(t.dtype), t.requires_grad, _sample(t)) for n, t in tensors))
-
-
-def _sample(tensor: Tensor) -> list[Any]:
-    if tensor.is_meta or not tensor.numel():
-        return []
-    places = torch.linspace(0, tensor.numel() - 1, SAMPLES, dtype=torch.float64).long().to(tensor.device)
-    return list(torch.atleast_1d(tensor.detach())[torch.unravel_index(places, tensor.shape or (1,))].tolist())
-
-
-def fingerprint(*parts: Any) -> str:
-    """A hash of what must be equal on every rank."""
-    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

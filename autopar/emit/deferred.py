@@ -11,11 +11,21 @@ from autopar.runtime.random import Streams
 
 
 class Deferred(ParallelModule):
-    """Becomes what ``build(args, kwargs)`` makes when it is first called; has no parameters until then."""
+    """Becomes what ``build(args, kwargs)`` makes when it is first called; has no parameters until then.
 
-    def __init__(self, build: Callable[[tuple[Any, ...], dict[str, Any]], ParallelModule], training: bool) -> None:
+    Args:
+        training: its mode until then.
+        settings: names of the model's own attributes, which cannot be set here.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[tuple[Any, ...], dict[str, Any]], ParallelModule],
+        training: bool,
+        settings: frozenset[str],
+    ) -> None:
         super(ParallelModule, self).__init__()
-        self.__dict__.update(_build=build, training=training)
+        self.__dict__.update(_build=build, training=training, _compiled=settings)
 
     def _become(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         made = self.__dict__["_build"](args, kwargs)
@@ -64,6 +74,6 @@ def _not_compiled(name: str) -> AutoparError:
 for _name in (
     "parameters", "named_parameters", "buffers", "named_buffers", "state_dict", "load_state_dict", "full_parameters",
     "full_gradients", "clip_grad_norm_", "expert_load", "compile", "dump", "to_python", "zero_grad", "no_sync",
-    "save", "load", "full_state_dict", "export_safetensors",
+    "save", "load", "full_state_dict", "export_safetensors", "__getitem__", "__iter__", "__len__",
 ):  # fmt: skip
     setattr(Deferred, _name, _refusing(_name))

@@ -15,7 +15,7 @@ from autopar.emit.emitted import Emitted, emit
 from autopar.emit.engine import Engine
 from autopar.emit.params import Place
 from autopar.emit.stage import Body, Stage
-from autopar.emit.steps import Moving, widened
+from autopar.emit.steps import Moving, no_loss, widened
 from autopar.emit.units import Skeleton
 from autopar.errors import AutoparError
 from autopar.ir.program import Program, Spec, Stages
@@ -78,7 +78,8 @@ class Pipelined:
         """
         kinds = [o.kind for o in self.program.outputs]
         if "loss" not in kinds:
-            raise AutoparError("no-loss", "the model returns no loss", "pass loss= to parallelize, or labels")
+            results = zip(_results(self.program), self.program.outputs)
+            raise no_loss([len(_spec(r).shape) for r, o in results if o.kind == "user"])
         if not self.learns:
             raise AutoparError("no-gradient", "the loss depends on no trainable parameter", "unfreeze a parameter")
         for stage in self.stages:

@@ -25,11 +25,21 @@ def loss_of(outputs: tuple[Output, ...], values: list[Tensor]) -> Tensor:
     """The loss among a step's values. Raises AutoparError ``no-loss``, ``no-gradient``."""
     kinds = [o.kind for o in outputs]
     if "loss" not in kinds:
-        raise AutoparError("no-loss", "the model returns no loss", "pass loss= to parallelize, or labels")
+        raise no_loss([v.ndim for v, o in zip(values, outputs) if o.kind == "user"])
     loss = values[kinds.index("loss")]
     if not loss.requires_grad:
         raise AutoparError("no-gradient", "the loss depends on no trainable parameter", "unfreeze a parameter")
     return loss
+
+
+def no_loss(ndims: list[int]) -> AutoparError:
+    """The error of a step without a loss, where the model's outputs have so many dims."""
+    scalars = sum(n == 0 for n in ndims)
+    if scalars == 0:
+        return AutoparError("no-loss", "the model returns no loss", "pass loss= to parallelize, or labels")
+    which = f"one of {scalars} scalars" if scalars > 1 else "the scalar"
+    why = f"the model returns no `loss`, but {len(ndims)} outputs, {scalars} of them scalar"
+    return AutoparError("no-loss", why, f"pass loss= to parallelize: from the model's output to {which} or a sum")
 
 
 def widened(loss: Tensor) -> Tensor:

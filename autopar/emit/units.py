@@ -9,15 +9,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from autopar.emit.named import Container
 from autopar.emit.segmented import SegmentedDTensor, segmented
 from autopar.ir.program import Param
 from autopar.runtime.axis import Axis
 from autopar.runtime.collectives import all_reduce_invariant
 from autopar.runtime.random import Streams
-
-
-class Container(nn.Module):
-    """A place in the tree of the model's names; it is never called."""
 
 
 class Unit(Container):

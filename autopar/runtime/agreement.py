@@ -3,14 +3,17 @@
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
 
 LIMIT = 1 << 20  # bytes of rows that are hashed at every call
+SAMPLES = 16  # values of each tensor of the model that ranks compare
 
 
 @dataclass(frozen=True)
@@ -99,3 +102,21 @@ def checksum(tensors: Iterable[torch.Tensor], limit: int | None = None) -> int:
             sums = (int(raw.sum(dtype=torch.int64)), int((raw.to(torch.int64) * place).sum()))
             digest.update(repr(sums).encode())
     return 1 + int.from_bytes(digest.digest(), "little")
+
+
+def identity(model: nn.Module) -> str:
+    """A hash of the names, shapes and dtypes of a model's tensors and of a sample of their values."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return fingerprint(*((n, tuple(t.shape), str(t.dtype), t.requires_grad, _sample(t)) for n, t in tensors))
+
+
+def _sample(tensor: Tensor) -> list[Any]:
+    if tensor.is_meta or not tensor.numel():
+        return []
+    places = torch.linspace(0, tensor.numel() - 1, SAMPLES, dtype=torch.float64).long().to(tensor.device)
+    return list(torch.atleast_1d(tensor.detach())[torch.unravel_index(places, tensor.shape or (1,))].tolist())
+
+
+def fingerprint(*parts: Any) -> str:
+    """A hash of what must be equal on every rank."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

@@ -2,18 +2,16 @@
 
 import copy
 import dataclasses
-import enum
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError
-
-PLAIN = (int, float, complex, str, bytes, bool, type(None), enum.Enum, torch.dtype, torch.device, slice, range)
+from autopar.trace.leaves import PLAIN, check, key_of
 
 
 @dataclass(frozen=True)
@@ -34,12 +32,9 @@ class Node:
         if self.kind == "tensor":
             return "tensor"
         if self.kind == "leaf":
-            return (type(self.template).__name__, _hashable(self.template))
-        return (self.kind, type(self.template).__name__, self.keys, tuple(c.key for c in self.children))
-
-
-def _hashable(value: Any) -> Hashable:
-    return value if isinstance(value, PLAIN) and not isinstance(value, slice) else repr(value)
+            return (type(self.template), key_of(self.template))
+        made = self.template if isinstance(self.template, type) else type(self.template)
+        return (self.kind, made, self.keys, tuple(c.key for c in self.children))
 
 
 def parts_of(value: Any) -> tuple[str, list[tuple[Any, Any]]] | None:
@@ -153,7 +148,8 @@ class Structure:
     def of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple["Structure", list[Tensor]]:
         """The structure of a call's inputs, and their tensors."""
         found: list[Tensor] = []
-        nodes = [(name, scan(value, found, _refuse_input)) for name, value in bind(model, args, kwargs)]
+        given = bind(model, args, kwargs)
+        nodes = [(name, scan(value, found, functools.partial(check, name))) for name, value in given]
         names = tuple(path for name, node in nodes for path in names_of(node, name))
         n = len(args)
         return Structure(tuple(node for _, node in nodes[:n]), dict(nodes[n:]), names), found
@@ -175,7 +171,7 @@ class Structure:
         found: list[Tensor] = []
         pairs = [*zip(args, self.args), *((kwargs[k], node) for k, node in self.kwargs.items())]
         for value, node in pairs:
-            if scan(value, found, _refuse_input).key != node.key:
+            if scan(value, found).key != node.key:
                 raise AutoparError(
                     "input-structure",
                     f"inputs: {type(value).__name__} differs in structure or plain values from the one traced",
@@ -192,13 +188,3 @@ class Structure:
         """The model's own output structure, holding ``tensors`` (the "user" outputs in order)."""
         assert self.output is not None
         return fill(self.output, iter(tensors))
-
-
-def _refuse_input(value: Any) -> Any:
-    if callable(value) or not hasattr(value, "__dict__"):
-        return value
-    raise AutoparError(
-        "input-structure",
-        f"inputs: a {type(value).__name__} is no tensor, container, dataclass or plain value",
-        "pass tensors in dicts, lists, tuples or dataclasses; leave caches out",
-    )

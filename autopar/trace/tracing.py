@@ -108,17 +108,21 @@ def global_inputs(
     return tuple(inputs), rows
 
 
-def batch_dims_of(structure: Structure, tensors: list[Tensor], given: BatchDims | None) -> list[int | None]:
-    """The batch dim of each input, None for those without. Raises AutoparError ``batch-dims``."""
-    if given is None:
-        first = next((t.shape[0] for t in tensors if t.ndim), None)
-        return [0 if t.ndim and t.shape[0] == first else None for t in tensors]
-    if isinstance(given, Mapping):
-        unknown = sorted(set(given) - set(structure.names))
+def batch_dims_of(
+    structure: Structure,
+    tensors: list[Tensor],
+    given: BatchDims | None,
+    found: Mapping[str, int | None] | None = None,
+) -> list[int | None]:
+    """The batch dim of each input, None for those without. Raises AutoparError ``batch-dims``.
+
+    ``found``: what an earlier call said of inputs by name; it stands, whatever sizes happen to be equal now.
+    """
+    if given is None or isinstance(given, Mapping):
+        unknown = sorted(set(given or {}) - set(structure.names))
         if unknown:
             _refuse(f"batch_dims: no input is named {', '.join(unknown)}", f"names: {', '.join(structure.names)}")
-        default = batch_dims_of(structure, tensors, None)
-        dims = [given.get(n, d) for n, d in zip(structure.names, default)]
+        dims = _default_dims(structure.names, tensors, {**(found or {}), **(given or {})})
     else:
         dims = list(given)
     if len(dims) != len(tensors):
@@ -128,8 +132,21 @@ def batch_dims_of(structure: Structure, tensors: list[Tensor], given: BatchDims 
             _refuse(f"{name}: batch dim {d} of {t.ndim} dims", f"give a dim in 0..{t.ndim - 1}, or None")
     lengths = {n: t.shape[d] for n, t, d in zip(structure.names, tensors, dims) if d is not None}
     if len(set(lengths.values())) > 1:
-        _refuse(f"batch dims of different length: {lengths}", "give every batched input as many rows")
+        earlier = [n for n in lengths if n in (found or {}) and not (isinstance(given, Mapping) and n in given)]
+        fix = "give every batched input as many rows"
+        if earlier:
+            fix += (
+                f"; {', '.join(earlier)} had as many at the first call: batch_dims={{name: None}} for what is no batch"
+            )
+        _refuse(f"batch dims of different length: {lengths}", fix)
     return dims
+
+
+def _default_dims(names: tuple[str, ...], tensors: list[Tensor], known: Mapping[str, int | None]) -> list[int | None]:
+    """The known batch dims, and dim 0 of other inputs that are as long as the first of those that may have one."""
+    pairs = [(t, known.get(n, 0)) for n, t in zip(names, tensors) if t.ndim]
+    first = next((t.shape[d] for t, d in pairs if d is not None and 0 <= d < t.ndim), None)
+    return [known[n] if n in known else 0 if t.ndim and t.shape[0] == first else None for n, t in zip(names, tensors)]
 
 
 def _refuse(message: str, fix: str) -> NoReturn:

@@ -1,0 +1,77 @@
+"""What a parallel module's tree shows of the model's: its lists can be walked, its settings cannot be changed."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from autopar.errors import AutoparError
+
+OWN = frozenset(vars(nn.Module()))  # what every module has
+
+
+class Named(nn.Module):
+    """A place in the tree of the model's names."""
+
+    _compiled: frozenset[str] = frozenset()  # names of the model's own attributes here, which programs have read
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._compiled:
+            why = f"{name}: the programs are compiled from the model's own, and would not see another value"
+            raise AutoparError("fixed-module", why, "set it on the model and parallelize that, or pass it as an input")
+        super().__setattr__(name, value)
+
+    def __getitem__(self, key: int | str | slice) -> Any:
+        if isinstance(key, str):
+            return self._modules[key]
+        children = self._numbered()
+        return nn.ModuleList(children[key]) if isinstance(key, slice) else children[key]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._numbered())
+
+    def __len__(self) -> int:
+        return len(self._numbered())
+
+    def __bool__(self) -> bool:
+        return True
+
+    def _numbered(self) -> list[nn.Module]:
+        """The children of a list, in order."""
+        names = sorted(self._modules, key=lambda n: (len(n), n))
+        if names != [str(i) for i in range(len(names))]:
+            raise TypeError(f"only a module that stands for a list can be indexed or walked, not one of {names}")
+        return [m for n in names if (m := self._modules[n]) is not None]
+
+
+class Container(Named):
+    """A place below the root; it is never called."""
+
+
+def _hookless(name: str) -> Callable[..., Any]:
+    plain = getattr(nn.Module, name)
+
+    @functools.wraps(plain)
+    def register(self: Container, *args: Any, **kwargs: Any) -> Any:
+        if "_compiled" not in vars(self):  # an engine's
+            return plain(self, *args, **kwargs)
+        why = f"{name}: programs do not call the model's modules, so that a hook would never run"
+        raise AutoparError("fixed-module", why, "return what the hook is for from the model's forward")
+
+    return register
+
+
+for _name in (
+    "register_forward_hook", "register_forward_pre_hook", "register_backward_hook", "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+):  # fmt: skip
+    setattr(Container, _name, _hookless(_name))
+
+
+def settings_of(module: nn.Module) -> frozenset[str]:
+    """The names of what a module computes with besides its tensors: its attributes and children, and its class's."""
+    own = {*vars(module), *module._modules} - OWN
+    for cls in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
+        own |= {n for n, value in vars(cls).items() if not callable(value)}
+    return frozenset(n for n in own if not n.startswith("__"))
