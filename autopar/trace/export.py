@@ -7,17 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from autopar.errors import AutoparError
 from autopar.ir.program import Param, Spec
 from autopar.trace import places
+from autopar.trace.attached import inline_no_grad
 from autopar.trace.backward import watched
 from autopar.trace.once import Unsafe, bodies_of, intercepted
 from autopar.trace.prepare import prepared, quiet
 from autopar.trace.structure import Node, Structure, scan
+from autopar.trace.watch import Watch, no_draws
 
 Named = tuple[dict[str, Param], dict[str, str]]  # parameters and buffers by first name, and each name's first name
 WRAPPED = "m"  # the name of the user's model in the wrapper; stripped from every path
@@ -77,7 +78,9 @@ class _Flat(nn.Module):
 
     def _run(self, flat: list[Tensor]) -> list[Tensor]:
         args, kwargs = self.structure.unflatten(flat)
-        out = getattr(self, WRAPPED)(*args, **kwargs)
+        model = getattr(self, WRAPPED)
+        with no_draws(model), Watch(model):
+            out = model(*args, **kwargs)
         found: list[Tensor] = []
         self.structure.output = scan(out, found, self._drop)
         loss = self._loss_of(out, self.structure.output, found) if self.whole else None
@@ -162,7 +165,7 @@ def _export(traced: nn.Module, wrapper: "_Flat", flat: list[Tensor], params: Nam
     try:
         with quiet():
             program = torch.export.export(wrapper, tuple(flat), strict=False)
-            _inline_no_grad(program.graph_module)
+            inline_no_grad(program)
             program = program.run_decompositions({})
     except (AutoparError, Unsafe):
         raise
@@ -180,46 +183,6 @@ def _say_checkpoints(found: list[str], notes: list[str]) -> None:
     notes.append(
         f"activation checkpointing inside the model ({where}) vanishes in the trace; use the recompute pass instead"
     )
-
-
-def _inline_no_grad(module: fx.GraphModule) -> None:
-    """Regions under ``torch.no_grad`` become plain nodes with detached results; decomposition would forget them."""
-    for node in list(module.graph.nodes):
-        if node.op != "call_function" or node.target is not wrap_with_set_grad_enabled:
-            continue
-        enabled, inner = node.args[0], getattr(module, node.args[1].target)
-        _inline_no_grad(inner)
-        results = _copy_before(node, inner.graph, node.args[2:])
-        for user in list(node.users):
-            value = results[user.args[1]]
-            if not enabled and isinstance(value.meta.get("val"), Tensor) and value.meta["val"].is_floating_point():
-                with module.graph.inserting_before(node):
-                    value = _detach(module.graph, value)
-            user.replace_all_uses_with(value)
-            module.graph.erase_node(user)
-        module.graph.erase_node(node)
-    module.recompile()
-
-
-def _copy_before(node: fx.Node, inner: fx.Graph, args: Any) -> list[fx.Node]:
-    env = dict(zip((n for n in inner.nodes if n.op == "placeholder"), args))
-    for old in inner.nodes:
-        if old.op == "call_function":
-            with node.graph.inserting_before(node):
-                env[old] = node.graph.node_copy(old, lambda n: env[n])
-        elif old.op == "output":
-            return [env[n] for n in old.args[0]]
-        elif old.op != "placeholder":
-            raise AutoparError(
-                "unsupported-op", f"{places.module_of(node)}: {old.op} under torch.no_grad", "move it out"
-            )
-    return []
-
-
-def _detach(graph: fx.Graph, value: fx.Node) -> fx.Node:
-    out = graph.call_function(torch.ops.aten.detach.default, (value,))
-    out.meta = dict(value.meta)
-    return out
 
 
 def _named(program: ExportedProgram, named: Named, structure: Structure, has_loss: bool, notes: list[str]) -> Exported:

@@ -12,6 +12,7 @@ import torch.utils.checkpoint as checkpointing
 from torch import nn
 
 from autopar.trace.experts import single_nodes
+from autopar.trace.watch import plain_modes
 
 
 @contextmanager
@@ -25,6 +26,7 @@ def prepared(model: nn.Module, train: bool, notes: list[str], checkpoints: list[
         stack.enter_context(_no_cache(model, notes))
         stack.enter_context(_no_checkpoint(checkpoints))
         stack.enter_context(_no_fastpath())
+        stack.enter_context(plain_modes())
         stack.enter_context(single_nodes(model))
         yield
 
