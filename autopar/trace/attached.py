@@ -62,7 +62,7 @@ def _leaves(program: ExportedProgram) -> list[tuple[fx.Node, Any]]:
         if isinstance(value, Tensor):
             grad = spec.kind is InputKind.USER_INPUT
             if spec.kind is InputKind.PARAMETER:
-                grad = program.state_dict[spec.target].requires_grad  # type: ignore[index]
+                grad = program.state_dict[spec.target].requires_grad
             with _mode(value):
                 value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
             value = value.requires_grad_(grad and _carries(value))

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from autopar.trace.attached import inline_no_grad
 from autopar.trace.backward import watched
 from autopar.trace.once import Unsafe, bodies_of, intercepted
 from autopar.trace.prepare import prepared, quiet
+from autopar.trace.state import Carried, Place, Snapshot, watched_attributes
 from autopar.trace.structure import Node, Structure, scan
 from autopar.trace.watch import Watch, no_draws
 
@@ -53,13 +55,20 @@ class _Seen:
 
     loss: bool = False
     dropped: set[str] = field(default_factory=set)
+    changed: list[Place] = field(default_factory=list)
+    carried: Carried = field(default_factory=Carried)
 
 
 class _Flat(nn.Module):
     """The model as a function of a flat list of tensors that returns a flat list of tensors."""
 
     def __init__(
-        self, model: nn.Module, structure: Structure, loss: Callable[[Any], Tensor] | None, whole: bool = True
+        self,
+        model: nn.Module,
+        structure: Structure,
+        loss: Callable[[Any], Tensor] | None,
+        whole: bool = True,
+        twice: list[Place] | None = None,
     ) -> None:
         super().__init__()
         setattr(self, WRAPPED, model)
@@ -68,6 +77,8 @@ class _Flat(nn.Module):
         self.seen = _Seen()
         self.running: list[bool] = []  # not empty while the forward runs
         self.whole = whole  # a layer alone has no loss
+        self.twice = twice  # attributes to watch in a second call, which sees what the first one left
+        self.parts = [dict(model.named_modules())]  # in a list, as above
 
     def forward(self, *flat: Tensor) -> list[Tensor]:
         self.running.append(True)
@@ -78,31 +89,48 @@ class _Flat(nn.Module):
 
     def _run(self, flat: list[Tensor]) -> list[Tensor]:
         args, kwargs = self.structure.unflatten(flat)
+        before = Snapshot.of(self.parts[0])
+        try:
+            out = self._call(args, kwargs)
+            before.keep_tensors()
+            found: list[Tensor] = []
+            self.structure.output = scan(out, found, self._drop)
+            loss = loss_of(self.loss[0], out, self.structure.output, found) if self.whole else None
+            self.seen.changed = before.changed()
+        finally:
+            before.restore()
+        self.seen.loss = loss is not None
+        return [*found, loss] if loss is not None else found
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         model = getattr(self, WRAPPED)
         with no_draws(model), Watch(model):
             out = model(*args, **kwargs)
-        found: list[Tensor] = []
-        self.structure.output = scan(out, found, self._drop)
-        loss = self._loss_of(out, self.structure.output, found) if self.whole else None
-        self.seen.loss = loss is not None
-        return [*found, loss] if loss is not None else found
+            if self.twice is not None:
+                with watched_attributes(model, self.parts[0], self.twice) as self.seen.carried:
+                    out = model(*args, **kwargs)
+        return out
 
     def _drop(self, value: Any) -> None:
         self.seen.dropped.add(type(value).__name__)
 
-    def _loss_of(self, out: Any, node: Node, found: list[Tensor]) -> Tensor | None:
-        given = self.loss[0]
-        loss = given(out) if given else out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
-        if loss is None and node.kind == "tensor" and found[0].ndim == 0 and found[0].is_floating_point():
-            return found[0]
-        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
-            return loss.reshape(())
-        if given is None or loss is None:
-            return None
-        what = f"{tuple(loss.shape)} {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise AutoparError(
-            "loss-not-scalar", f"loss: got {what}, not one float", "let loss(output) return a scalar float tensor"
-        )
+
+def loss_of(given: Callable[[Any], Tensor] | None, out: Any, node: Node, found: list[Tensor]) -> Tensor | None:
+    """The loss: ``given(out)``, else the output's ``loss``, else the output where it is one float; None without any.
+
+    ``node`` and ``found``: how the output nests, and its tensors. Raises AutoparError ``loss-not-scalar``.
+    """
+    loss = given(out) if given else out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if loss is None and node.kind == "tensor" and found[0].ndim == 0 and found[0].is_floating_point():
+        return found[0]
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return loss.reshape(())
+    if given is None or loss is None:
+        return None
+    what = f"{tuple(loss.shape)} {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise AutoparError(
+        "loss-not-scalar", f"loss: got {what}, not one float", "let loss(output) return a scalar float tensor"
+    )
 
 
 def export(
@@ -116,7 +144,8 @@ def export(
     """The functional graph of the model on ``flat``, and of its loss.
 
     ``once``: layers of one kind are traced once where that is safe, and further ones are nodes with a body.
-    Raises AutoparError ``data-dependent-control-flow``, ``input-mutation``, ``custom-backward``, ``trace-failed``.
+    Raises AutoparError ``data-dependent-control-flow``, ``input-mutation``, ``custom-backward``, ``python-state``,
+    ``random-op``, ``trace-failed``.
     """
     notes: list[str] = []
     checkpoints: list[str] = []
@@ -124,11 +153,33 @@ def export(
         warnings.simplefilter("ignore")
         exported = _export_once(model, structure, flat, loss) if once else None
         if exported is None:
-            exported = _export(model, _Flat(model, structure, loss), flat, params_of(model))
+            wrapper = _Flat(model, structure, loss)
+            exported = _export(model, wrapper, flat, params_of(model))
+            if wrapper.seen.changed:
+                notes += _refuse_carried(model, structure, flat, wrapper.seen.changed)
     exported.notes += notes
     if checkpoints:
         _say_checkpoints(checkpoints, exported.notes)
     return exported
+
+
+def _refuse_carried(model: nn.Module, structure: Structure, flat: list[Tensor], changed: list[Place]) -> list[str]:
+    """Notes on attributes that calls only update. Raises AutoparError ``python-state`` for one that is read, too."""
+    probe = _Flat(model, copy(structure), None, whole=False, twice=changed)
+    try:
+        _export(model, probe, flat, params_of(model))
+    except (AutoparError, Unsafe):
+        if not probe.seen.carried.read:
+            raise
+    for (path, name), line in probe.seen.carried.read.items():
+        raise AutoparError(
+            "python-state",
+            f"{f'{path}.{name}' if path else name}: the forward leaves it changed for the next call, which reads it:"
+            f" {line}; a compiled program would see the first value for ever",
+            "keep it as a tensor in a registered buffer, or compute it outside and pass it as an input",
+        )
+    names = sorted(f"{path}.{name}" if path else name for path, name in probe.seen.carried.updated)
+    return [f"{name}: the forward updates it; in the parallel model it stays as it is" for name in names]
 
 
 def _export_once(
@@ -143,6 +194,8 @@ def _export_once(
                 if not calls.kinds:
                     return None
                 exported = _export(model, wrapper, flat, params)
+            if wrapper.seen.changed:
+                return None
             exported.bodies = bodies_of(model, calls, _body)
             return exported
         except (Unsafe, AutoparError):
@@ -151,12 +204,13 @@ def _export_once(
 
 
 def _body(layer: nn.Module, structure: Structure, flat: list[Tensor]) -> Exported:
+    wrapper = _Flat(layer, structure, None, whole=False)
     try:
-        exported = _export(layer, _Flat(layer, structure, None, whole=False), flat, params_of(layer))
+        exported = _export(layer, wrapper, flat, params_of(layer))
     except AutoparError as error:
         raise Unsafe(str(error)) from error
-    if any(kind == "buffer" for kind, _ in exported.outputs):
-        raise Unsafe("the layer writes into a buffer")
+    if wrapper.seen.changed or any(kind == "buffer" for kind, _ in exported.outputs):
+        raise Unsafe("the layer writes into a buffer or an attribute")
     return exported
 
 
