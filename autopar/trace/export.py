@@ -56,7 +56,9 @@ class _Seen:
     loss: bool = False
     dropped: set[str] = field(default_factory=set)
     changed: list[Place] = field(default_factory=list)
+    after: Snapshot | None = None  # what the forward left, where that is not what it met
     carried: Carried = field(default_factory=Carried)
+    moved: list[Place] = field(default_factory=list)  # what a second call changed once more
 
 
 class _Flat(nn.Module):
@@ -97,6 +99,7 @@ class _Flat(nn.Module):
             self.structure.output = scan(out, found, self._drop)
             loss = loss_of(self.loss[0], out, self.structure.output, found) if self.whole else None
             self.seen.changed = before.changed()
+            self.seen.after = Snapshot.of(self.parts[0]) if self.seen.changed else None
         finally:
             before.restore()
         self.seen.loss = loss is not None
@@ -107,8 +110,10 @@ class _Flat(nn.Module):
         with no_draws(model), Watch(model):
             out = model(*args, **kwargs)
             if self.twice is not None:
+                first = Snapshot.of(self.parts[0])
                 with watched_attributes(model, self.parts[0], self.twice) as self.seen.carried:
                     out = model(*args, **kwargs)
+                self.seen.moved = first.changed()
         return out
 
     def _drop(self, value: Any) -> None:
@@ -156,22 +161,28 @@ def export(
             wrapper = _Flat(model, structure, loss)
             exported = _export(model, wrapper, flat, params_of(model))
             if wrapper.seen.changed:
-                notes += _refuse_carried(model, structure, flat, wrapper.seen.changed)
+                notes += _refuse_carried(wrapper, exported, flat)
     exported.notes += notes
     if checkpoints:
         _say_checkpoints(checkpoints, exported.notes)
     return exported
 
 
-def _refuse_carried(model: nn.Module, structure: Structure, flat: list[Tensor], changed: list[Place]) -> list[str]:
-    """Notes on attributes that calls only update. Raises AutoparError ``python-state`` for one that is read, too."""
-    probe = _Flat(model, copy(structure), None, whole=False, twice=changed)
+def _refuse_carried(wrapper: _Flat, exported: Exported, flat: list[Tensor]) -> list[str]:
+    """Notes on attributes that calls only update. Raises AutoparError ``python-state`` for one that is read, too.
+
+    One is let pass: what the first call sets for good, and every later call computes the same from.
+    """
+    model = getattr(wrapper, WRAPPED)
+    probe = _Flat(model, copy(wrapper.structure), None, whole=False, twice=wrapper.seen.changed)
     try:
         _export(model, probe, flat, params_of(model))
     except (AutoparError, Unsafe):
         if not probe.seen.carried.read:
             raise
-    for (path, name), line in probe.seen.carried.read.items():
+    read = probe.seen.carried.read
+    if read and (read.keys() & set(probe.seen.moved) or not _same_afterwards(wrapper, exported, flat)):
+        (path, name), line = next(iter(read.items()))
         raise AutoparError(
             "python-state",
             f"{f'{path}.{name}' if path else name}: the forward leaves it changed for the next call, which reads it:"
@@ -180,6 +191,22 @@ def _refuse_carried(model: nn.Module, structure: Structure, flat: list[Tensor], 
         )
     names = sorted(f"{path}.{name}" if path else name for path, name in probe.seen.carried.updated)
     return [f"{name}: the forward updates it; in the parallel model it stays as it is" for name in names]
+
+
+def _same_afterwards(wrapper: _Flat, exported: Exported, flat: list[Tensor]) -> bool:
+    """Whether a trace that starts from what the first call left gives the same graph."""
+    model, after = getattr(wrapper, WRAPPED), wrapper.seen.after
+    assert after is not None
+    before, again = Snapshot.of(wrapper.parts[0]), _Flat(model, copy(wrapper.structure), wrapper.loss[0])
+    after.tensors = before.tensors
+    try:
+        after.restore()
+        second = _export(model, again, flat, params_of(model))
+    except (AutoparError, Unsafe):
+        return False
+    finally:
+        before.restore()
+    return str(second.graph) == str(exported.graph) and second.outputs == exported.outputs
 
 
 def _export_once(
