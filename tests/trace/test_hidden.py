@@ -305,3 +305,9 @@ def test_a_causal_mask_of_a_transformer_is_not_looked_at() -> None:
     with torch.no_grad():
         got = evaluate(program, dict(layer.named_parameters()), [x, x, mask])[0]
         torch.testing.assert_close(got, layer(x, x, tgt_mask=mask), rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_norm_that_averages_over_all_steps() -> None:
+    model = Net(lambda m, x: m.o(m.norm(m.i(x)) ** 2).mean())  # type: ignore[operator]
+    model.norm = nn.BatchNorm1d(8, momentum=None)  # type: ignore[arg-type]
+    check(model)
