@@ -26,7 +26,7 @@ def watched(model: nn.Module) -> Iterator[None]:
 
     Raises AutoparError ``custom-backward``; warns of a function too large to try.
     """
-    _warn_of_hooks(model)
+    _refuse_hooks(model)
     seen: dict[Any, tuple[type, list[Any]]] = {}
     apply, hook = torch.autograd.Function.__dict__["apply"], Tensor.register_hook
 
@@ -53,12 +53,15 @@ def watched(model: nn.Module) -> Iterator[None]:
         _compare(cls, looks)
 
 
-def _warn_of_hooks(model: nn.Module) -> None:
+def _refuse_hooks(model: nn.Module) -> None:
     hooked = sorted(n or "the model" for n, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks)
     hooked += sorted(n for n, p in model.named_parameters() if p._backward_hooks)
     if hooked:
-        text = f"backward hooks do not run in the parallel model: {', '.join(hooked)}"
-        warnings.warn(text, AutoparWarning, stacklevel=5)
+        raise AutoparError(
+            "custom-backward",
+            f"{', '.join(hooked)}: a backward hook, which does not run in the parallel model",
+            "remove it; change gradients between backward and optimizer.step(), or scale in the forward",
+        )
 
 
 def _look(value: Any) -> Any:

@@ -9,6 +9,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from autopar.trace.layers import plain_attributes
+from autopar.trace.state import INTERNAL, tensors_in
+
 
 def blueprint(model: nn.Module, lower: torch.dtype | None = None) -> nn.Module:
     """The model with fake parameters and buffers: shapes, dtypes and devices, no storage. Meta becomes the CPU.
@@ -24,8 +27,11 @@ def blueprint(model: nn.Module, lower: torch.dtype | None = None) -> nn.Module:
         dtype = lower if lower is not None and p.dtype == torch.float32 else p.dtype
         like = memo[id(p)] = _like(mode, p, dtype).requires_grad_(p.requires_grad)
         like._is_param = True
+        if p._backward_hooks:
+            like._backward_hooks = p._backward_hooks  # to be refused
     for b in model.buffers():
         memo[id(b)] = _like(mode, b, b.dtype)
+    keep_computed(model, memo)
     for module in model.modules():
         if _usual(module):
             memo[id(module)] = module.__new__(type(module))
@@ -33,6 +39,23 @@ def blueprint(model: nn.Module, lower: torch.dtype | None = None) -> nn.Module:
         if _usual(module):
             memo[id(module)].__dict__.update({k: _copied(v, memo) for k, v in module.__dict__.items()})
     return deepcopy(model, memo)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy, also of a model that was run."""
+    memo: dict[int, Any] = {}
+    keep_computed(model, memo)
+    return deepcopy(model, memo)
+
+
+def keep_computed(model: nn.Module, memo: dict[int, Any]) -> None:
+    """Give ``deepcopy`` values for what it refuses: tensors that a forward left in attributes with a graph."""
+    for module in model.modules():
+        for name, value in plain_attributes(module):
+            if name not in INTERNAL:
+                for x in tensors_in(value):
+                    if not x.is_leaf:
+                        memo.setdefault(id(x), x.detach().clone())
 
 
 def _usual(module: nn.Module) -> bool:

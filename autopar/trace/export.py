@@ -2,22 +2,25 @@
 
 import warnings
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from autopar.errors import AutoparError
 from autopar.ir.program import Param, Spec
 from autopar.trace import places
+from autopar.trace.attached import inline_no_grad
 from autopar.trace.backward import watched
 from autopar.trace.once import Unsafe, bodies_of, intercepted
 from autopar.trace.prepare import prepared, quiet
+from autopar.trace.state import Carried, Place, Snapshot, watched_attributes
 from autopar.trace.structure import Node, Structure, scan
+from autopar.trace.watch import Watch, no_draws
 
 Named = tuple[dict[str, Param], dict[str, str]]  # parameters and buffers by first name, and each name's first name
 WRAPPED = "m"  # the name of the user's model in the wrapper; stripped from every path
@@ -52,13 +55,22 @@ class _Seen:
 
     loss: bool = False
     dropped: set[str] = field(default_factory=set)
+    changed: list[Place] = field(default_factory=list)
+    after: Snapshot | None = None  # what the forward left, where that is not what it met
+    carried: Carried = field(default_factory=Carried)
+    moved: list[Place] = field(default_factory=list)  # what a second call changed once more
 
 
 class _Flat(nn.Module):
     """The model as a function of a flat list of tensors that returns a flat list of tensors."""
 
     def __init__(
-        self, model: nn.Module, structure: Structure, loss: Callable[[Any], Tensor] | None, whole: bool = True
+        self,
+        model: nn.Module,
+        structure: Structure,
+        loss: Callable[[Any], Tensor] | None,
+        whole: bool = True,
+        twice: list[Place] | None = None,
     ) -> None:
         super().__init__()
         setattr(self, WRAPPED, model)
@@ -67,6 +79,8 @@ class _Flat(nn.Module):
         self.seen = _Seen()
         self.running: list[bool] = []  # not empty while the forward runs
         self.whole = whole  # a layer alone has no loss
+        self.twice = twice  # attributes to watch in a second call, which sees what the first one left
+        self.parts = [dict(model.named_modules())]  # in a list, as above
 
     def forward(self, *flat: Tensor) -> list[Tensor]:
         self.running.append(True)
@@ -77,29 +91,51 @@ class _Flat(nn.Module):
 
     def _run(self, flat: list[Tensor]) -> list[Tensor]:
         args, kwargs = self.structure.unflatten(flat)
-        out = getattr(self, WRAPPED)(*args, **kwargs)
-        found: list[Tensor] = []
-        self.structure.output = scan(out, found, self._drop)
-        loss = self._loss_of(out, self.structure.output, found) if self.whole else None
+        before = Snapshot.of(self.parts[0])
+        try:
+            out = self._call(args, kwargs)
+            before.keep_tensors()
+            found: list[Tensor] = []
+            self.structure.output = scan(out, found, self._drop)
+            loss = loss_of(self.loss[0], out, self.structure.output, found) if self.whole else None
+            self.seen.changed = before.changed()
+            self.seen.after = Snapshot.of(self.parts[0]) if self.seen.changed else None
+        finally:
+            before.restore()
         self.seen.loss = loss is not None
         return [*found, loss] if loss is not None else found
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        model = getattr(self, WRAPPED)
+        with no_draws(model), Watch(model):
+            out = model(*args, **kwargs)
+            if self.twice is not None:
+                first = Snapshot.of(self.parts[0])
+                with watched_attributes(model, self.parts[0], self.twice) as self.seen.carried:
+                    out = model(*args, **kwargs)
+                self.seen.moved = first.changed()
+        return out
 
     def _drop(self, value: Any) -> None:
         self.seen.dropped.add(type(value).__name__)
 
-    def _loss_of(self, out: Any, node: Node, found: list[Tensor]) -> Tensor | None:
-        given = self.loss[0]
-        loss = given(out) if given else out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
-        if loss is None and node.kind == "tensor" and found[0].ndim == 0 and found[0].is_floating_point():
-            return found[0]
-        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
-            return loss.reshape(())
-        if given is None or loss is None:
-            return None
-        what = f"{tuple(loss.shape)} {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise AutoparError(
-            "loss-not-scalar", f"loss: got {what}, not one float", "let loss(output) return a scalar float tensor"
-        )
+
+def loss_of(given: Callable[[Any], Tensor] | None, out: Any, node: Node, found: list[Tensor]) -> Tensor | None:
+    """The loss: ``given(out)``, else the output's ``loss``, else the output where it is one float; None without any.
+
+    ``node`` and ``found``: how the output nests, and its tensors. Raises AutoparError ``loss-not-scalar``.
+    """
+    loss = given(out) if given else out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if loss is None and node.kind == "tensor" and found[0].ndim == 0 and found[0].is_floating_point():
+        return found[0]
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return loss.reshape(())
+    if given is None or loss is None:
+        return None
+    what = f"{tuple(loss.shape)} {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise AutoparError(
+        "loss-not-scalar", f"loss: got {what}, not one float", "let loss(output) return a scalar float tensor"
+    )
 
 
 def export(
@@ -113,7 +149,8 @@ def export(
     """The functional graph of the model on ``flat``, and of its loss.
 
     ``once``: layers of one kind are traced once where that is safe, and further ones are nodes with a body.
-    Raises AutoparError ``data-dependent-control-flow``, ``input-mutation``, ``custom-backward``, ``trace-failed``.
+    Raises AutoparError ``data-dependent-control-flow``, ``input-mutation``, ``custom-backward``, ``python-state``,
+    ``random-op``, ``trace-failed``.
     """
     notes: list[str] = []
     checkpoints: list[str] = []
@@ -121,11 +158,55 @@ def export(
         warnings.simplefilter("ignore")
         exported = _export_once(model, structure, flat, loss) if once else None
         if exported is None:
-            exported = _export(model, _Flat(model, structure, loss), flat, params_of(model))
+            wrapper = _Flat(model, structure, loss)
+            exported = _export(model, wrapper, flat, params_of(model))
+            if wrapper.seen.changed:
+                notes += _refuse_carried(wrapper, exported, flat)
     exported.notes += notes
     if checkpoints:
         _say_checkpoints(checkpoints, exported.notes)
     return exported
+
+
+def _refuse_carried(wrapper: _Flat, exported: Exported, flat: list[Tensor]) -> list[str]:
+    """Notes on attributes that calls only update. Raises AutoparError ``python-state`` for one that is read, too.
+
+    One is let pass: what the first call sets for good, and every later call computes the same from.
+    """
+    model = getattr(wrapper, WRAPPED)
+    probe = _Flat(model, copy(wrapper.structure), None, whole=False, twice=wrapper.seen.changed)
+    try:
+        _export(model, probe, flat, params_of(model))
+    except (AutoparError, Unsafe):
+        if not probe.seen.carried.read:
+            raise
+    read = probe.seen.carried.read
+    if read and (read.keys() & set(probe.seen.moved) or not _same_afterwards(wrapper, exported, flat)):
+        (path, name), line = next(iter(read.items()))
+        raise AutoparError(
+            "python-state",
+            f"{f'{path}.{name}' if path else name}: the forward leaves it changed for the next call, which reads it:"
+            f" {line}; a compiled program would see the first value for ever",
+            "keep it as a tensor in a registered buffer, or compute it outside and pass it as an input",
+        )
+    names = sorted(f"{path}.{name}" if path else name for path, name in probe.seen.carried.updated)
+    return [f"{name}: the forward updates it; in the parallel model it stays as it is" for name in names]
+
+
+def _same_afterwards(wrapper: _Flat, exported: Exported, flat: list[Tensor]) -> bool:
+    """Whether a trace that starts from what the first call left gives the same graph."""
+    model, after = getattr(wrapper, WRAPPED), wrapper.seen.after
+    assert after is not None
+    before, again = Snapshot.of(wrapper.parts[0]), _Flat(model, copy(wrapper.structure), wrapper.loss[0])
+    after.tensors = before.tensors
+    try:
+        after.restore()
+        second = _export(model, again, flat, params_of(model))
+    except (AutoparError, Unsafe):
+        return False
+    finally:
+        before.restore()
+    return str(second.graph) == str(exported.graph) and second.outputs == exported.outputs
 
 
 def _export_once(
@@ -140,6 +221,8 @@ def _export_once(
                 if not calls.kinds:
                     return None
                 exported = _export(model, wrapper, flat, params)
+            if wrapper.seen.changed:
+                return None
             exported.bodies = bodies_of(model, calls, _body)
             return exported
         except (Unsafe, AutoparError):
@@ -148,12 +231,13 @@ def _export_once(
 
 
 def _body(layer: nn.Module, structure: Structure, flat: list[Tensor]) -> Exported:
+    wrapper = _Flat(layer, structure, None, whole=False)
     try:
-        exported = _export(layer, _Flat(layer, structure, None, whole=False), flat, params_of(layer))
+        exported = _export(layer, wrapper, flat, params_of(layer))
     except AutoparError as error:
         raise Unsafe(str(error)) from error
-    if any(kind == "buffer" for kind, _ in exported.outputs):
-        raise Unsafe("the layer writes into a buffer")
+    if wrapper.seen.changed or any(kind == "buffer" for kind, _ in exported.outputs):
+        raise Unsafe("the layer writes into a buffer or an attribute")
     return exported
 
 
@@ -162,7 +246,7 @@ def _export(traced: nn.Module, wrapper: "_Flat", flat: list[Tensor], params: Nam
     try:
         with quiet():
             program = torch.export.export(wrapper, tuple(flat), strict=False)
-            _inline_no_grad(program.graph_module)
+            inline_no_grad(program)
             program = program.run_decompositions({})
     except (AutoparError, Unsafe):
         raise
@@ -180,46 +264,6 @@ def _say_checkpoints(found: list[str], notes: list[str]) -> None:
     notes.append(
         f"activation checkpointing inside the model ({where}) vanishes in the trace; use the recompute pass instead"
     )
-
-
-def _inline_no_grad(module: fx.GraphModule) -> None:
-    """Regions under ``torch.no_grad`` become plain nodes with detached results; decomposition would forget them."""
-    for node in list(module.graph.nodes):
-        if node.op != "call_function" or node.target is not wrap_with_set_grad_enabled:
-            continue
-        enabled, inner = node.args[0], getattr(module, node.args[1].target)
-        _inline_no_grad(inner)
-        results = _copy_before(node, inner.graph, node.args[2:])
-        for user in list(node.users):
-            value = results[user.args[1]]
-            if not enabled and isinstance(value.meta.get("val"), Tensor) and value.meta["val"].is_floating_point():
-                with module.graph.inserting_before(node):
-                    value = _detach(module.graph, value)
-            user.replace_all_uses_with(value)
-            module.graph.erase_node(user)
-        module.graph.erase_node(node)
-    module.recompile()
-
-
-def _copy_before(node: fx.Node, inner: fx.Graph, args: Any) -> list[fx.Node]:
-    env = dict(zip((n for n in inner.nodes if n.op == "placeholder"), args))
-    for old in inner.nodes:
-        if old.op == "call_function":
-            with node.graph.inserting_before(node):
-                env[old] = node.graph.node_copy(old, lambda n: env[n])
-        elif old.op == "output":
-            return [env[n] for n in old.args[0]]
-        elif old.op != "placeholder":
-            raise AutoparError(
-                "unsupported-op", f"{places.module_of(node)}: {old.op} under torch.no_grad", "move it out"
-            )
-    return []
-
-
-def _detach(graph: fx.Graph, value: fx.Node) -> fx.Node:
-    out = graph.call_function(torch.ops.aten.detach.default, (value,))
-    out.meta = dict(value.meta)
-    return out
 
 
 def _named(program: ExportedProgram, named: Named, structure: Structure, has_loss: bool, notes: list[str]) -> Exported:

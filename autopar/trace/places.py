@@ -3,6 +3,7 @@
 import linecache
 import os
 import re
+import sys
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -66,6 +67,14 @@ def explain(error: BaseException, model: nn.Module) -> AutoparError:
     text = str(error).strip().splitlines() or [""]
     what = f"{where}: {type(error).__name__}: {text[0]}"
     return AutoparError("trace-failed", what, "make this line traceable by torch.export(strict=False)")
+
+
+def here(model: nn.Module) -> str:
+    """The innermost line of user code that is running, with its module."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_user(frame.f_code.co_filename):
+        frame = frame.f_back
+    return _where(frame, frame.f_lineno, model) if frame is not None else "the model"
 
 
 def chain(error: BaseException | None) -> list[BaseException]:

@@ -5,13 +5,17 @@ import logging
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint as checkpointing
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from autopar.trace.experts import single_nodes
+from autopar.trace.watch import plain_modes
 
 
 @contextmanager
@@ -25,6 +29,8 @@ def prepared(model: nn.Module, train: bool, notes: list[str], checkpoints: list[
         stack.enter_context(_no_cache(model, notes))
         stack.enter_context(_no_checkpoint(checkpoints))
         stack.enter_context(_no_fastpath())
+        stack.enter_context(plain_modes())
+        stack.enter_context(_cumulative_norms(model))
         stack.enter_context(single_nodes(model))
         yield
 
@@ -110,3 +116,29 @@ def _no_fastpath() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(saved)
+
+
+@contextmanager
+def _cumulative_norms(model: nn.Module) -> Iterator[None]:
+    """Batch norms that average over all steps (``momentum=None``) without a Python number of the steps so far."""
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.momentum is None and m.training]
+    norms = [m for m in norms if m.num_batches_tracked is not None and "forward" not in m.__dict__]
+    try:
+        for norm in norms:
+            norm.forward = partial(_cumulative_norm, norm)  # type: ignore[method-assign]
+        yield
+    finally:
+        for norm in norms:
+            del norm.__dict__["forward"]
+
+
+def _cumulative_norm(norm: _BatchNorm, x: Tensor) -> Tensor:
+    norm._check_input_dim(x)
+    assert norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None
+    norm.num_batches_tracked.add_(1)
+    mean, var = norm.running_mean.clone(), norm.running_var.clone()
+    out = F.batch_norm(x, mean, var, norm.weight, norm.bias, True, 1.0, norm.eps)
+    with torch.no_grad():
+        for running, batch in ((norm.running_mean, mean), (norm.running_var, var)):
+            running.add_((batch - running) / norm.num_batches_tracked)
+    return out

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,13 +27,15 @@ from autopar.runtime.simulate import device_mesh, run_ranks
 from autopar.solve.batch import settle_outputs
 from autopar.strategy import Strategy
 from autopar.trace import Structure, Traced, trace
+from autopar.trace.blueprint import copied
+from autopar.trace.export import loss_of
 from autopar.trace.structure import scan
 from autopar.trace.tracing import batch_dims_of
 from autopar.verify.order import check_order
 from autopar.verify.widen import WIDE, quiet, wide, widen
 
 NOISE = 1e-4  # of the largest gradient: smaller ones are measured against this (key biases' are zero but for rounding)
-FAITHFUL = 1e-4  # the traced program against the model itself, both in the model's own dtypes
+FAITHFUL = 1e-3  # the traced program against the model itself, both in the model's own dtypes
 
 
 @dataclass
@@ -42,7 +43,8 @@ class Report:
     """Relative error of every tensor: max|Δ| over the largest value of the unsharded one.
 
     ``errors`` holds ``loss``, ``output.N``, ``grad.NAME``, ``buffer.NAME`` (the worst rank of each) and ``trace.N``,
-    the traced program against the model. ``ok`` if all are within tolerance.
+    ``trace.grad.NAME`` and the like, the traced program against the model in eager mode. ``ok`` if all are within
+    tolerance.
     """
 
     errors: dict[str, float]
@@ -54,7 +56,7 @@ class Report:
     def failed(self) -> dict[str, float]:
         """The errors that are over tolerance."""
         return {
-            n: e for n, e in self.errors.items() if not e <= (FAITHFUL if n.startswith("trace") else self.tolerance)
+            n: e for n, e in self.errors.items() if not e <= (FAITHFUL if n.startswith("trace.") else self.tolerance)
         }
 
     @property
@@ -123,8 +125,8 @@ class _Bench:
         self.notes = [*self.plain.notes]
         if (strategy.microbatches or 1) > 1:
             self.notes.append("microbatches are not part of this comparison: a step runs on all rows at once")
-        self.model = deepcopy(model)
-        self.faithful = self._trace_errors(structure)
+        self.model = copied(model)
+        self.faithful = self._trace_errors(structure, loss)
         self.traced = quiet(self.plain)
         if fp64:
             self.model, self.traced = self.model.double(), widen(self.traced)
@@ -151,18 +153,34 @@ class _Bench:
             for n, p in traced.program.params.items()
         }
 
-    def _trace_errors(self, structure: Structure) -> dict[str, float]:
-        """The traced program against the model itself, unless it draws random numbers."""
-        if _draws(self.plain.program):
-            self.notes.append("dropout is off in this comparison")
+    def _trace_errors(self, structure: Structure, loss: Callable[[Any], Tensor] | None) -> dict[str, float]:
+        """The traced program against the model itself, with its own gradients, unless it draws random numbers."""
+        program = self.plain.program
+        if _draws(program):
+            self.notes.append("dropout is off in this comparison, and the trace is not compared with the model")
             return {}
+        model, values = copied(self.model), self.values(self.model, self.plain)
+        with torch.enable_grad():
+            results = self._eager(model, structure, loss)
+            grads = lambda: {n: p.grad for n, p in model.named_parameters() if p.requires_grad}  # noqa: E731
+            want = self.collect(program, results, grads)
+            traced = evaluate(program, values, [t.clone() for t in self.inputs])
+            got = self.collect(program, traced, lambda: {n: v.grad for n, v in values.items() if v.requires_grad})
+        want |= {f"buffer.{n}": b for n, b in model.named_buffers()}
+        exact = all(p.dtype not in (torch.float16, torch.bfloat16) for p in model.parameters())
+        names = [n for n in got if n in want and (exact or n.startswith("output."))]
+        largest = max((float(g.abs().max()) for n in names if (g := want[n]) is not None and is_grad(n)), default=0.0)
+        return {
+            f"trace.{n.removeprefix('output.')}": relative(got[n], want[n], NOISE * largest if is_grad(n) else 0.0)
+            for n in names
+        }
+
+    def _eager(self, model: nn.Module, structure: Structure, loss: Callable[[Any], Tensor] | None) -> list[Tensor]:
+        """The model's own outputs and loss, in the order of the program's."""
         args, kwargs = structure.unflatten([t.clone() for t in self.inputs])
-        want: list[Tensor] = []
-        scan(deepcopy(self.model)(*args, **kwargs), want, lambda value: None)
-        with torch.no_grad():
-            got = evaluate(self.plain.program, self.values(self.model, self.plain), self.inputs)
-        user = [g for g, o in zip(got, self.plain.program.outputs) if o.kind == "user"]
-        return {f"trace.{i}": relative(g, w) for i, (g, w) in enumerate(zip(user, want, strict=False))}
+        out, found = model(*args, **kwargs), []  # type: tuple[Any, list[Tensor]]
+        value = loss_of(loss, out, scan(out, found, lambda value: None), found)
+        return found if value is None else [*found, value]
 
     def report(self, tolerance: float) -> Report:
         """Run and compare."""
@@ -301,6 +319,11 @@ def cotangent(x: Tensor) -> Tensor:
     """Fixed, uneven weights that depend on the values' place within a row only, so that ranks agree."""
     shape = x.shape[1:]
     return torch.cos(torch.arange(shape.numel(), dtype=x.dtype)).reshape(shape)
+
+
+def is_grad(name: str) -> bool:
+    """Whether the tensor of that name in a report is a gradient."""
+    return name.startswith("grad.")
 
 
 def relative(got: Tensor | None, want: Tensor | None, least: float = 0.0) -> float:

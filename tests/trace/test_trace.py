@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.errors import AutoparError, AutoparWarning
+from autopar.errors import AutoparError
 from autopar.ir import edit, ops
 from autopar.ir.evaluate import evaluate
 from autopar.ir.mesh import Mesh
@@ -148,11 +148,16 @@ def test_custom_function_with_its_own_derivative_is_taken() -> None:
         torch.testing.assert_close(evaluate(program, model.state_dict(), [X])[0], model(X))
 
 
-def test_backward_hooks_are_said() -> None:
+@pytest.mark.parametrize("of", ["module", "parameter"])
+def test_backward_hooks_are_refused(of: str) -> None:
     model = Body(lambda m, x: x)
-    model.lin.register_full_backward_hook(lambda *a: None)
-    with pytest.warns(AutoparWarning, match="backward hooks do not run.*lin"):
+    if of == "module":
+        model.lin.register_full_backward_hook(lambda *a: None)
+    else:
+        model.lin.weight.register_hook(lambda g: g * 2)
+    with pytest.raises(AutoparError, match="lin.*: a backward hook") as caught:
         trace(model, (X,), {}, mesh=TP)
+    assert caught.value.slug == "custom-backward"
 
 
 def test_loss_must_be_a_scalar() -> None:
