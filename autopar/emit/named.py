@@ -1,12 +1,13 @@
 """What a parallel module's tree shows of the model's: its lists can be walked, its settings cannot be changed."""
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, AutoparWarning
 
 OWN = frozenset(vars(nn.Module()))  # what every module has
 
@@ -54,10 +55,10 @@ def _hookless(name: str) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def register(self: Container, *args: Any, **kwargs: Any) -> Any:
-        if "_compiled" not in vars(self):  # an engine's
-            return plain(self, *args, **kwargs)
-        why = f"{name}: programs do not call the model's modules, so that a hook would never run"
-        raise AutoparError("fixed-module", why, "return what the hook is for from the model's forward")
+        if "_compiled" in vars(self):  # not an engine's
+            why = f"{name}: programs do not call modules as the model does, so that the hook may never run"
+            warnings.warn(why, AutoparWarning, stacklevel=2)
+        return plain(self, *args, **kwargs)
 
     return register
 
