@@ -51,12 +51,12 @@ class Snapshot:
     def changed(self) -> list[Place]:
         """Attributes that are not what they were, new and deleted ones and newly registered tensors included.
 
-        A new one that is True or False is let pass: it says that something was set up, by the call that makes it.
+        A new private one that is True or False is let pass: libraries note so that they have set something up.
         """
         out = [place for place, held in self.contents.items() if any(not _same(_inside(c), old) for c, old in held)]
         for path, module in self.modules.items():
             now, before = _attributes(module), self.attributes[path]
-            flags = {n for n in now.keys() - before.keys() if isinstance(now[n], bool)}
+            flags = {n for n in now.keys() - before.keys() if n.startswith("_") and isinstance(now[n], bool)}
             kept = {**before, **now}.keys() - flags
             out += [(path, n) for n in sorted(kept) if not _same(now.get(n, _ABSENT), before.get(n, _ABSENT))]
             for kind in TENSORS:
