@@ -56,8 +56,7 @@ class Snapshot:
         out = [place for place, held in self.contents.items() if any(not _same(_inside(c), old) for c, old in held)]
         for path, module in self.modules.items():
             now, before = _attributes(module), self.attributes[path]
-            flags = {n for n in now.keys() - before.keys() if n.startswith("_") and isinstance(now[n], bool)}
-            kept = {**before, **now}.keys() - flags
+            kept = {**before, **now}.keys() - _flags(now, before)
             out += [(path, n) for n in sorted(kept) if not _same(now.get(n, _ABSENT), before.get(n, _ABSENT))]
             for kind in TENSORS:
                 out += [(path, n) for n in self.tensors[path, kind].keys() ^ _inside(module.__dict__[kind]).keys()]
@@ -85,9 +84,14 @@ class Snapshot:
             _refill(self.modules[path].__dict__[kind], before)
         for path, module in self.modules.items():
             now, before = _attributes(module), self.attributes[path]
-            for name in now.keys() - before.keys():
+            for name in now.keys() - before.keys() - _flags(now, before):  # what they speak of, as hooks, stays too
                 del module.__dict__[name]
             module.__dict__.update({n: v for n, v in before.items() if now.get(n, _ABSENT) is not v})
+
+
+def _flags(now: dict[str, Any], before: dict[str, Any]) -> set[str]:
+    """New private attributes that are True or False."""
+    return {n for n in now.keys() - before.keys() if n.startswith("_") and isinstance(now[n], bool)}
 
 
 def _write_back(where: str, kind: str, old: Any, new: Any) -> None:
