@@ -181,7 +181,11 @@ def _refuse_carried(wrapper: _Flat, exported: Exported, flat: list[Tensor]) -> l
         if not probe.seen.carried.read:
             raise
     read = probe.seen.carried.read
-    if read and (read.keys() & set(probe.seen.moved) or not _same_afterwards(wrapper, exported, flat)):
+
+    def later(again: _Flat) -> Exported:
+        return _export(model, again, flat, params_of(model))
+
+    if read and (read.keys() & set(probe.seen.moved) or not _same_afterwards(wrapper, exported, later)):
         (path, name), line = next(iter(read.items()))
         raise AutoparError(
             "python-state",
@@ -193,20 +197,27 @@ def _refuse_carried(wrapper: _Flat, exported: Exported, flat: list[Tensor]) -> l
     return [f"{name}: the forward updates it; in the parallel model it stays as it is" for name in names]
 
 
-def _same_afterwards(wrapper: _Flat, exported: Exported, flat: list[Tensor]) -> bool:
-    """Whether a trace that starts from what the first call left gives the same graph."""
+def _same_afterwards(
+    wrapper: _Flat, exported: Exported, later: Callable[[_Flat], Exported], good: bool = False
+) -> bool:
+    """Whether a trace that starts from what the first call left gives the same graph.
+
+    Args:
+        later: makes that trace.
+        good: it must change nothing any more, too.
+    """
     model, after = getattr(wrapper, WRAPPED), wrapper.seen.after
     assert after is not None
     before, again = Snapshot.of(wrapper.parts[0]), _Flat(model, copy(wrapper.structure), wrapper.loss[0])
-    after.tensors = before.tensors
     try:
-        after.restore()
-        second = _export(model, again, flat, params_of(model))
+        after.restore(wrapper.seen.changed)
+        second = later(again)
     except (AutoparError, Unsafe):
         return False
     finally:
         before.restore()
-    return str(second.graph) == str(exported.graph) and second.outputs == exported.outputs
+    same = str(second.graph) == str(exported.graph) and second.outputs == exported.outputs
+    return same and not (good and again.seen.changed)
 
 
 def _export_once(
@@ -216,12 +227,17 @@ def _export_once(
     params = params_of(model)
     for hide in (True, False):
         wrapper = _Flat(model, structure, loss)
+
+        def later(again: _Flat, hide: bool = hide) -> Exported:
+            with intercepted(model, hide, again.running):
+                return _export(model, again, flat, params)
+
         try:
             with intercepted(model, hide, wrapper.running) as calls:
                 if not calls.kinds:
                     return None
                 exported = _export(model, wrapper, flat, params)
-            if wrapper.seen.changed:
+            if wrapper.seen.changed and not _same_afterwards(wrapper, exported, later, good=True):
                 return None
             exported.bodies = bodies_of(model, calls, _body)
             return exported

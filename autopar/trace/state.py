@@ -5,7 +5,7 @@ import re
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ from autopar.trace import places
 
 Place = tuple[str, str]  # path of a module, name of its attribute
 TENSORS = ("_parameters", "_buffers")
+HOOKS = tuple(n for n in vars(nn.Module()) if "hooks" in n and isinstance(vars(nn.Module())[n], dict))
 INTERNAL = set(nn.Module().__dict__) - {"_modules", "training"} - set(TENSORS)  # hooks and the like
 DEPTH = 4  # how deep containers and objects in attributes are looked into
 MANY = 1000  # containers and objects of one attribute that are looked into
@@ -32,6 +33,7 @@ class Snapshot:
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
     tensors: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     contents: dict[Place, list[tuple[Any, Any]]] = field(default_factory=dict)
+    hooks: dict[Place, dict[Any, Any]] = field(default_factory=dict)  # no change by themselves, but put back
 
     @classmethod
     def of(cls, modules: dict[str, nn.Module]) -> "Snapshot":
@@ -41,6 +43,7 @@ class Snapshot:
         for path, module in modules.items():
             out.attributes[path] = _attributes(module)
             out.tensors |= {(path, kind): _inside(module.__dict__[kind]) for kind in TENSORS}
+            out.hooks |= {(path, kind): dict(module.__dict__[kind]) for kind in HOOKS if module.__dict__.get(kind)}
             for name, value in out.attributes[path].items():
                 if id(value) not in known:
                     known[id(value)] = _contents(value)
@@ -49,15 +52,11 @@ class Snapshot:
         return out
 
     def changed(self) -> list[Place]:
-        """Attributes that are not what they were, new and deleted ones and newly registered tensors included.
-
-        A new private one that is True or False is let pass: libraries note so that they have set something up.
-        """
+        """Attributes that are not what they were, new and deleted ones and newly registered tensors included."""
         out = [place for place, held in self.contents.items() if any(not _same(_inside(c), old) for c, old in held)]
         for path, module in self.modules.items():
             now, before = _attributes(module), self.attributes[path]
-            kept = {**before, **now}.keys() - _flags(now, before)
-            out += [(path, n) for n in sorted(kept) if not _same(now.get(n, _ABSENT), before.get(n, _ABSENT))]
+            out += [(path, n) for n in {**before, **now} if not _same(now.get(n, _ABSENT), before.get(n, _ABSENT))]
             for kind in TENSORS:
                 out += [(path, n) for n in self.tensors[path, kind].keys() ^ _inside(module.__dict__[kind]).keys()]
         return list(dict.fromkeys(out))
@@ -75,23 +74,28 @@ class Snapshot:
                     _write_back(f"{path}.{name}" if path else name, kind, before[name], new)
                     held[name] = before[name]
 
-    def restore(self) -> None:
-        """Put everything back."""
-        for held in self.contents.values():
-            for container, old in held:
-                _refill(container, old)
-        for (path, kind), before in self.tensors.items():
-            _refill(self.modules[path].__dict__[kind], before)
+    def restore(self, places: Collection[Place] | None = None) -> None:
+        """Put everything back; or hooks and the attributes at ``places`` alone."""
+        for place, held in self.contents.items():
+            if places is None or place in places:
+                for container, old in held:
+                    _refill(container, old)
+        for (path, kind), tensors in self.tensors.items() if places is None else ():
+            _refill(self.modules[path].__dict__[kind], tensors)
         for path, module in self.modules.items():
+            for kind in HOOKS:
+                _refill(module.__dict__.get(kind, {}), self.hooks.get((path, kind), {}))
             now, before = _attributes(module), self.attributes[path]
-            for name in now.keys() - before.keys() - _flags(now, before):  # what they speak of, as hooks, stays too
-                del module.__dict__[name]
-            module.__dict__.update({n: v for n, v in before.items() if now.get(n, _ABSENT) is not v})
+            for name in {**now, **before}:
+                if places is None or (path, name) in places:
+                    _put(module, name, now.get(name, _ABSENT), before.get(name, _ABSENT))
 
 
-def _flags(now: dict[str, Any], before: dict[str, Any]) -> set[str]:
-    """New private attributes that are True or False."""
-    return {n for n in now.keys() - before.keys() if n.startswith("_") and isinstance(now[n], bool)}
+def _put(module: nn.Module, name: str, now: Any, before: Any) -> None:
+    if before is _ABSENT:
+        del module.__dict__[name]
+    elif now is not before:
+        module.__dict__[name] = before
 
 
 def _write_back(where: str, kind: str, old: Any, new: Any) -> None:

@@ -248,6 +248,12 @@ def new_attribute_met_again(m: Net, x: Tensor) -> Tensor:
     return m.o(h).mean()
 
 
+def private_flag_met_again(m: Net, x: Tensor) -> Tensor:
+    h = m.i(x) * (2 if getattr(m, "_warm", False) else 1)
+    m._warm = True
+    return m.o(h).mean()
+
+
 def python_draw(m: Net, x: Tensor) -> Tensor:
     return m.o(x).mean() * random.random()
 
@@ -271,6 +277,7 @@ REFUSED: list[tuple[Forward, str]] = [
     (logged, "python-state"),
     (remembered, "python-state"),
     (new_attribute_met_again, "python-state"),
+    (private_flag_met_again, "python-state"),
     (python_draw, "random-op"),
     (numpy_draw, "random-op"),
 ]
@@ -310,4 +317,37 @@ def test_a_causal_mask_of_a_transformer_is_not_looked_at() -> None:
 def test_a_batch_norm_that_averages_over_all_steps() -> None:
     model = Net(lambda m, x: m.o(m.norm(m.i(x)) ** 2).mean())  # type: ignore[operator]
     model.norm = nn.BatchNorm1d(8, momentum=None)  # type: ignore[arg-type]
+    check(model)
+
+
+SEEN: list[Tensor] = []
+
+
+class Capturing(nn.Module):
+    """Hooks on its layers, set by the first call, which says so in a flag; they take down what the layers give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.o = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not getattr(self, "_hooked", False):
+            for layer in self.layers:
+                layer.register_forward_hook(lambda module, args, out: SEEN.append(out))
+            self._hooked = True
+        SEEN.clear()
+        for layer in self.layers:
+            x = layer(x)
+        return self.o(torch.stack(SEEN).sum(0)).mean()
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_hooks_that_a_first_call_sets(called: bool) -> None:
+    model = Capturing()
+    if called:
+        model(X)
+    traced = trace(model, (X,), {}, mesh=Mesh.parse("dp=1")).program
+    assert [len(m._forward_hooks) for m in model.layers] == [int(called)] * 4 and hasattr(model, "_hooked") == called
+    assert len(traced.calls_of("layers.*")) == 4
     check(model)
