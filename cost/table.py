@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -78,7 +78,11 @@ def to_json(rows: Rows) -> str:
 
 def to_csv(rows: Rows) -> str:
     """All strategies as csv, one line each; a column that a strategy lacks is 0."""
-    records = comparison_rows(rows)
+    return csv_of(comparison_rows(rows))
+
+
+def csv_of(records: Sequence[Mapping[str, Any]]) -> str:
+    """Records as csv; a column that one lacks is 0."""
     columns = list(dict.fromkeys(key for r in records for key in r))
     out = io.StringIO()
     writer = csv.DictWriter(out, columns, restval=0, lineterminator="\n")

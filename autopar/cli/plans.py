@@ -1,14 +1,12 @@
 """Named plans side by side, as a table, json or csv."""
 
-import csv
-import io
 import json
 from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
 
-from autopar.cost.table import duration, size
+from autopar.cost.table import csv_of, duration, size
 from autopar.plans import Plan
 
 Rows = Sequence[tuple[str, Plan]]
@@ -31,12 +29,7 @@ def plans_text(rows: Rows, format: str) -> str:
     records = [record(name, plan) for name, plan in rows]
     if format == "json":
         return json.dumps(records, indent=2) + "\n"
-    columns = list(dict.fromkeys(key for r in records for key in r))
-    out = io.StringIO()
-    writer = csv.DictWriter(out, columns, restval=0, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
-    return out.getvalue()
+    return csv_of(records)
 
 
 def plans_table(rows: Rows) -> Table:

@@ -1,13 +1,12 @@
 """What a parallel module's tree shows of the model's: its lists can be walked, its settings cannot be changed."""
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
-from autopar.errors import AutoparError, AutoparWarning
+from autopar.errors import AutoparError
 
 OWN = frozenset(vars(nn.Module()))  # what every module has
 
@@ -55,10 +54,12 @@ def _hookless(name: str) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def register(self: Container, *args: Any, **kwargs: Any) -> Any:
-        if "_compiled" in vars(self):  # not an engine's
-            why = f"{name}: programs do not call modules as the model does, so that the hook may never run"
-            warnings.warn(why, AutoparWarning, stacklevel=2)
-        return plain(self, *args, **kwargs)
+        hook = args[0] if args else kwargs.get("hook")
+        of_torch = str(getattr(hook, "__module__", "")).split(".")[0] == "torch"  # its engines' and debugging modes'
+        if "_compiled" not in vars(self) or of_torch:
+            return plain(self, *args, **kwargs)
+        why = f"{name}: programs do not call the model's modules, so that a hook would never run"
+        raise AutoparError("fixed-module", why, "return what the hook is for from the model's forward")
 
     return register
 

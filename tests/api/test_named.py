@@ -44,8 +44,8 @@ def test_settings_of_the_model_cannot_be_changed() -> None:
             setattr(place, name, value)
         assert raised.value.slug == "fixed-module"
     for hook in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
-        with pytest.warns(AutoparWarning, match=hook):
-            getattr(pm.layers[0], hook)(lambda *args: None).remove()
+        with pytest.raises(AutoparError, match=hook):
+            getattr(pm.layers[0], hook)(lambda *args: None)
     pm.mine, pm.drop.mine, pm.training = 3, 4, True
     pm.layers[0].weight.requires_grad_(True)
     pm.train_step(features(4, WIDTH))

@@ -35,7 +35,7 @@ def torchrun(text: pathlib.Path, out: pathlib.Path, *options: str) -> list[dict[
     """Two processes; the records on stdout."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launch, "-m", "autopar", "train", MODEL, str(text), "--out", str(out), *OPTIONS, *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

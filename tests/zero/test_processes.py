@@ -112,6 +112,34 @@ def test_training_equals_the_model(ranks: Ranks, mesh: str, strategy: str) -> No
         near(whole, params, 1e-3, 2e-4)
 
 
+@pytest.mark.parametrize("strategy", ["", "zero=1,microbatches=2", "zero=3", "zero=3,recompute=selective"])
+def test_bf16_computes_low_and_keeps_fp32(ranks: Ranks, strategy: str) -> None:
+    """Under AdamW, whose steps tell the signs of small gradients; tests/zero/test_precision.py bounds each tensor."""
+    losses, params = reference(lower=torch.bfloat16)
+    exact, _ = reference()
+    given = ",".join(filter(None, (strategy, "precision=bf16")))
+    found = [r for mesh in ("dp=4", "dp=2,tp=2") for r in ranks.run(RANKS, trained, mesh, given, {}, timeout=120.0)]
+    for got, _, dtypes in found:
+        assert dtypes == {torch.float32}
+        torch.testing.assert_close(got, losses, rtol=5e-3, atol=5e-3)
+        assert abs(got[0] - exact[0]) > 1e-6  # the first loss is that of other weights than the fp32 ones
+
+
+def test_bf16_on_one_rank_is_the_model_with_bf16_copies() -> None:
+    losses, params = reference(lower=torch.bfloat16)
+    x = ids()
+    pm = autopar.parallelize(llama(), "dp=1", kwargs={"input_ids": x, "labels": x.clone()}, strategy="precision=bf16")
+    opt = torch.optim.AdamW(pm.parameters(), lr=1e-2)
+    for step in range(3):
+        x = ids(seed=step)
+        assert float(pm.train_step(input_ids=x, labels=x.clone())) == pytest.approx(losses[step], rel=1e-3)
+        pm.clip_grad_norm_(1.0)
+        opt.step()
+        opt.zero_grad()
+    with torch.no_grad():
+        assert pm(input_ids=x, labels=x.clone()).logits.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("policy", ["selective", "full"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_recomputed_dropout_draws_the_same_masks(ranks: Ranks, policy: str, compiled: bool) -> None:
