@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.checkpoint.live import Peers
 from autopar.checkpoint.safetensors import Weights, read_or_make
-from autopar.compile import Compiler, uncollected
+from autopar.compile import Compiler, Variant, uncollected
 from autopar.emit.across import Across
 from autopar.emit.deferred import Deferred
 from autopar.emit.module import ParallelModule
@@ -76,27 +76,16 @@ def parallelize(
         model, sizes, strategy, at=lambda m: m.coordinates(rank), agree=agreement, loss=loss, batch_dims=batch_dims
     )
     compiler.model = hollow or model
-    peers, where = Peers(agreement, rank), torch.device(device) if device is not None else None
+    peers = Peers(agreement, rank)
     heart = start(agreement.group, agreement.ranks, peers.gather, heartbeat)
-
-    def make(every: Mapping[str, Param], constants: Mapping[str, Tensor], across: Across) -> dict[str, Tensor]:
-        params, place = across.held(), across.place
-        if weights is None or (where is not None and where.type == "meta"):
-            return initialise(model, params, place, constants, where, seed)
-        return peers.agreed(
-            "weights",
-            lambda: read_or_make(
-                Weights.of(weights), model, every, place, where,
-                lambda rest: initialise(model, rest, place, constants, where, seed), params,
-            ),
-        )  # fmt: skip
 
     @uncollected()
     @guard(heart)
     def build(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ParallelModule:
         first = compiler.example(args, kwargs, model.training)
         place = Place.of(first.program.mesh, over) if over is not None else Place.alone(first.program.mesh)
-        tensors = make(first.program.params, first.constants, Across.of(first.program, place))
+        across = Across.of(first.program, place)
+        tensors = _tensors(model, first, across, peers, seed=seed, device=device, weights=weights)
         compiler.model = hollow or blueprint(model)
         module = ParallelModule(compiler, first.program, place, tensors, {**place.axes, "rng": Streams(seed)})
         module._heart = heart
@@ -109,6 +98,30 @@ def parallelize(
     if example is None:
         return Deferred(build, model.training, settings_of(model))
     return build(*example)
+
+
+def _tensors(
+    model: nn.Module,
+    variant: Variant,
+    across: Across,
+    peers: Peers,
+    *,
+    seed: int,
+    device: torch.device | str | None,
+    weights: Weights | str | os.PathLike[str] | None,
+) -> dict[str, Tensor]:
+    """This rank's parts of the parameters that it holds, and its buffers: from a folder, or the model's own."""
+    where = torch.device(device) if device is not None else None
+
+    def own(params: Mapping[str, Param]) -> dict[str, Tensor]:
+        return initialise(model, params, across.place, variant.constants, where, seed)
+
+    if weights is None or (where is not None and where.type == "meta"):
+        return own(across.held())
+    every, held = variant.program.params, across.held()
+    return peers.agreed(
+        "weights", lambda: read_or_make(Weights.of(weights), model, every, across.place, where, own, held)
+    )
 
 
 def mirror(module: ParallelModule, model: nn.Module) -> None:
