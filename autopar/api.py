@@ -28,6 +28,7 @@ from autopar.strategy import Strategy
 from autopar.trace.blueprint import blueprint
 
 
+@uncollected()
 def parallelize(
     model: nn.Module,
     mesh: DeviceMesh | str | Mapping[str, int],

@@ -81,10 +81,11 @@ def outer_of(program: Program, owned: Callable[[str, str], bool]) -> Outer:
     heads.sort(key=lambda n: {"input": 0, "param": 1, "handle": 2}[argument_of(n).kind.replace("value", "input")])
     graph = fx.Graph()
     env = {n: graph.node_copy(n, lambda x: x) for n in heads}
+    number = {call: i for i, call in enumerate(passed)}
     for node in program.graph.nodes:
         if node in passed:
             args = tuple(env[v] for v in passed[node])
-            env[node] = graph.create_node("call_module", f"call{list(passed).index(node)}", args, name=node.name)
+            env[node] = graph.create_node("call_module", f"call{number[node]}", args, name=node.name)
         elif node.op != "placeholder":
             env[node] = graph.node_copy(node, lambda n: env[n])
     return Outer(graph, tuple(argument_of(n) for n in heads), sites)

@@ -70,7 +70,9 @@ class Place:
     def submesh(self, axes: tuple[str, ...]) -> DeviceMesh:
         """The DeviceMesh of some axes."""
         assert self.over is not None
-        return self.over[axes]
+        if axes not in self._made:  # torch makes it anew each time, which takes longer than all else of a parameter
+            self._made[axes] = self.over[axes]
+        return self._made[axes]
 
     def data_mesh(self, axes: tuple[str, ...], ways: int | None = None) -> DeviceMesh:
         """Axes that gradients are summed over as one dim, or as copies and shards where few ranks share out.

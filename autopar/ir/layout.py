@@ -180,7 +180,7 @@ class Layout:
 
     def get(self, axis: str, default: Type = I) -> Type:
         """The type on ``axis``, or ``default`` where the mesh lacks it."""
-        return dict(self.types).get(axis, default)
+        return next((t for a, t in self.types if a == axis), default)
 
     def having(self, axis: str, kind: Type) -> "Layout":
         """This layout with another type on ``axis``, its place kept."""

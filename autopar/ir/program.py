@@ -18,6 +18,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -165,9 +166,13 @@ class Param:
 
     def summed_over(self, mesh: Mesh) -> tuple[str, ...]:
         """The axes over which the engine sums the gradient: those of ``mesh.summed_axes`` that do not shard it."""
-        layout = self.layout or Layout()
-        axes = (a for a in mesh.summed_axes if mesh.size(a) > 1)
-        return tuple(a for a in axes if not isinstance(layout.get(a), Shard))
+        return _summed_over(self.layout or Layout(), mesh)
+
+
+@lru_cache(maxsize=4096)
+def _summed_over(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
+    axes = (a for a in mesh.summed_axes if mesh.size(a) > 1)
+    return tuple(a for a in axes if not isinstance(layout.get(a), Shard))
 
 
 @dataclass(frozen=True)

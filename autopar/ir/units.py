@@ -23,10 +23,11 @@ def paths_of(program: Program) -> list[str]:
 
 def home(name: str, units: Iterable[str]) -> str:
     """The innermost unit under whose path the name lies; "" for none."""
-    known = frozenset(units)
-    parts = name.split(".")[:-1]
-    prefixes = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
-    return next((p for p in prefixes if p in known), "")
+    known = units if isinstance(units, frozenset) else frozenset(units)
+    path = name.rpartition(".")[0]
+    while path and path not in known:
+        path = path.rpartition(".")[0]
+    return path
 
 
 def managed(program: Program) -> dict[str, str]:
@@ -34,7 +35,7 @@ def managed(program: Program) -> dict[str, str]:
 
     Scalars are left out: engines cannot cut them.
     """
-    paths, users = paths_of(program), users_of(program)
+    paths, users = frozenset(paths_of(program)), users_of(program)
     return {n: _unit(p, users.get(n, set()), paths) for n, p in program.params.items() if can_manage(p)}
 
 
@@ -43,7 +44,7 @@ def can_manage(param: Param) -> bool:
     return param.kind == "parameter" and param.spec.is_float and bool(param.spec.shape)
 
 
-def _unit(param: Param, readers: set[str], paths: list[str]) -> str:
+def _unit(param: Param, readers: set[str], paths: frozenset[str]) -> str:
     homes = {home(n, paths) for n in (param.name, *param.tied)}
     if len(homes) == 1 and (not readers or readers == homes):
         return homes.pop()

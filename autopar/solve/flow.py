@@ -86,7 +86,7 @@ def block_outputs(graph: fx.Graph) -> list[fx.Node]:
 
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
     """The graph's placeholders in order."""
-    return [n for n in graph.nodes if n.op == "placeholder"]
+    return graph.find_nodes(op="placeholder")
 
 
 def is_op(node: fx.Node) -> bool:

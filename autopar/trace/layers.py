@@ -1,6 +1,7 @@
 """Which elements of a model's lists of modules would be traced alike, and which of their numbers a trace looks at."""
 
 import types
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,18 +12,19 @@ from torch import Tensor, nn
 Attribute = tuple[str, str]  # path of the module in the element, name
 
 
-def repeated(model: nn.Module) -> dict[str, Hashable]:
-    """Path -> kind of each element of an outermost list in which at least three elements are of one kind."""
-    found: dict[str, Hashable] = {}
+def repeated(model: nn.Module) -> dict[str, int]:
+    """Path -> number of the kind of each element of an outermost list in which at least three are of one kind."""
+    found: dict[str, int] = {}
+    known: dict[Hashable, int] = {}
 
     def visit(module: nn.Module, path: str) -> None:
-        kinds: dict[str, Hashable] = {}
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) >= 3:
-            kinds = {f"{path}{name}": kind_of(child) for name, child in module.named_children()}
-        counts = [list(kinds.values()).count(k) for k in kinds.values()]
-        if any(c >= 3 for c in counts):
-            found.update((p, k) for (p, k), c in zip(kinds.items(), counts) if c >= 3)
-            return
+            children = ((f"{path}{name}", kind_of(child)) for name, child in module.named_children())
+            kinds = {p: known.setdefault(k, len(known)) for p, k in children}
+            counts = Counter(kinds.values())
+            if many := {p: k for p, k in kinds.items() if counts[k] >= 3}:
+                found.update(many)
+                return
         for name, child in module.named_children():
             visit(child, f"{path}{name}.")
 

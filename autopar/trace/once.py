@@ -83,7 +83,7 @@ class Calls:
     ``uses``: path of each layer whose call became a node, and how it was called. ``hidden``: those without parameters.
     """
 
-    kinds: dict[str, Hashable]
+    kinds: dict[str, int]
     known: dict[Hashable, Call | None] = field(default_factory=dict)
     uses: dict[str, Call] = field(default_factory=dict)
     hidden: set[str] = field(default_factory=set)

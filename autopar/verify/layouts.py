@@ -1,6 +1,7 @@
 """Every layout follows from the rules: the same rules that the solver chose from, applied to what the program says."""
 
 from dataclasses import replace
+from functools import lru_cache
 from itertools import combinations
 from typing import cast
 
@@ -60,10 +61,17 @@ def _check_op(axes: list[str], graph: fx.Graph, node: fx.Node, name: str, after:
 
 def _check_digits(graph: fx.Graph, node: fx.Node, name: str, after: str) -> None:
     for layout in layouts(node) if "layout" in node.meta else ():
-        for (a, one), (b, other) in combinations(layout.shards(), 2):
-            if overlap(one, other):
-                why = f"{a} ({one}) and {b} ({other}) share out the same elements of a dim"
-                raise fault("layout-mismatch", graph, node, why, name, after)
+        if why := _shared_digit(layout):
+            raise fault("layout-mismatch", graph, node, why, name, after)
+
+
+@lru_cache(maxsize=4096)
+def _shared_digit(layout: Layout) -> str:
+    """Which two axes share out the same elements; empty where none do."""
+    for (a, one), (b, other) in combinations(layout.shards(), 2):
+        if overlap(one, other):
+            return f"{a} ({one}) and {b} ({other}) share out the same elements of a dim"
+    return ""
 
 
 def equal(have: Type, want: Type, node: fx.Node) -> bool:
