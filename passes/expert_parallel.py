@@ -8,7 +8,7 @@ from torch import fx
 
 from autopar.errors import AutoparError
 from autopar.ir import ops
-from autopar.ir.layout import R, Shard, Type, plain_shard
+from autopar.ir.layout import R, Shard, Type, owner_shard, plain_shard
 from autopar.ir.program import Form, Program
 from autopar.passes.base import Context, Pass
 from autopar.passes.data_parallel import DataParallel, batch_dim
@@ -114,19 +114,26 @@ def _owned(program: Program, flow: Flow, relations: dict[fx.Node, Relation]) -> 
     found |= {v: None for v in dense if _is_chosen(flow, relations, v)}
     for v in found:
         value = flow.values[v]
-        if value.role != "param":
-            continue
-        name, count = value.key[0].meta["param"], value.spec.shape[0]
-        if count % ways:
-            sizes = [n for n in range(1, count + 1) if count % n == 0]
-            raise AutoparError(
-                "indivisible-dim",
-                f"{name}: dim 0 ({count} experts) does not divide over ep={ways}",
-                f"ep in {', '.join(map(str, sizes))}; or use dp or tp for the other ranks",
-            )
-        shard = plain_shard(0, count, ways)
-        assert shard is not None
-        yield v, shard
+        node, count = value.key[0], value.spec.shape[0]
+        if node.target is ops.stacked:
+            _check_divides(flow.values[flow.inputs(node)[0]].key[0].meta.get("param", node.name), count, ways)
+            for e, p in enumerate(flow.inputs(node)):
+                yield p, owner_shard(flow.values[p].spec.shape[0], e * ways // count, ways)
+        elif value.role == "param":
+            _check_divides(f"{node.meta['param']}: dim 0", count, ways)
+            shard = plain_shard(0, count, ways)
+            assert shard is not None
+            yield v, shard
+
+
+def _check_divides(what: str, count: int, ways: int) -> None:
+    if count % ways:
+        sizes = [n for n in range(1, count + 1) if count % n == 0]
+        raise AutoparError(
+            "indivisible-dim",
+            f"{what} ({count} experts) does not divide over ep={ways}",
+            f"ep in {', '.join(map(str, sizes))}; or use dp or tp for the other ranks",
+        )
 
 
 def _is_chosen(flow: Flow, relations: dict[fx.Node, Relation], v: int) -> bool:

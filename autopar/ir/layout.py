@@ -129,7 +129,15 @@ class Shard:
         """Whether each coordinate holds a chunk from the front and one from the back."""
         return any(p.zigzag for p in self.pieces)
 
+    @property
+    def owner(self) -> int | None:
+        """The coordinate that holds everything, where one does; None for a dim that is shared out."""
+        whole = len(self.pieces) == 1 and self.pieces[0].count == 1 and self.pieces[0].sizes is not None
+        return self.pieces[0].sizes.index(1) if whole and self.pieces[0].sizes else None
+
     def __str__(self) -> str:
+        if self.owner is not None:
+            return f"S({self.dim}: all on {self.owner})"
         if self.plain:
             return f"S({self.dim})"
         pieces = (f"{p.outer}x{p.count}x{p.inner}{'z' if p.zigzag else ''}" for p in self.pieces)
@@ -151,6 +159,11 @@ def plain_shard(dim: int, length: int, ways: int) -> Shard | None:
     if min(sizes) == 0:
         sizes = tuple(length // ways + (c < length % ways) for c in range(ways))
     return Shard(dim, (piece(length, length, 1, ways, sizes),))
+
+
+def owner_shard(length: int, coordinate: int, ways: int) -> Shard:
+    """Dim 0 of ``length`` elements, all of them on one coordinate, nothing on the others."""
+    return Shard(0, (Piece(length, 1, length, tuple(int(c == coordinate) for c in range(ways))),))
 
 
 def zigzag_shard(dim: int, length: int, ways: int) -> Shard | None:

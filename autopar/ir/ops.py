@@ -115,8 +115,13 @@ def token_loss(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     return flat.view(target.shape)
 
 
+def stacked(*params: Tensor) -> Tensor:
+    """Parameters of experts, one above the other: [...] each -> [E, ...]."""
+    return torch.stack(params)
+
+
 FACTORIES = (torch.ops.aten.full.default, torch.ops.aten.arange.start_step)
 """Ops that make a tensor of numbers. They name no device in a Program: whoever runs it says where."""
 
-IR_OPS = (convert, dropout, attention, ring_attention, token_loss, experts)
+IR_OPS = (convert, dropout, attention, ring_attention, token_loss, experts, stacked)
 ATTENTION = (attention, ring_attention)

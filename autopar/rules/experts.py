@@ -1,7 +1,7 @@
 """The relation of a layer of experts: rows, experts, and the factors inside one expert, read off its body."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import fx
 
 from autopar.ir import edit, grouped
 from autopar.ir.grouped import Body
-from autopar.ir.layout import Layout, P, Piece, R, Shard, Type
+from autopar.ir.layout import Layout, P, Piece, R, Shard, Type, owner_shard, plain_shard
 from autopar.ir.program import Spec, tensor_args
 from autopar.rules.arguments import arguments
 from autopar.rules.builders import Builder, rule
@@ -164,6 +164,36 @@ class Experts:
         for rows in (s for s in ports[0] if s.dim == 0):
             for experts in owned:
                 yield Assignment((rows, rows, rows, *(experts,) * self.params), (rows,))
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """E parameters of experts -> [E, ...]. Whole experts are shared out by ownership, or a factor inside each expert."""
+
+    shapes: tuple[tuple[int, ...], ...]
+
+    def transfer(self, port: int, shard: Shard) -> Assignment | None:
+        """See Relation."""
+        count, out = len(self.shapes), port == len(self.shapes)
+        ways = len(shard.pieces[0].sizes or ()) if shard.owner is not None else shard.pieces[0].count
+        if (out and shard.dim == 0) or (not out and shard.owner is not None):
+            whole = plain_shard(0, count, ways)
+            if count % ways or not all(self.shapes) or (out and shard != whole):
+                return None
+            inputs = tuple(owner_shard(s[0], e * ways // count, ways) for e, s in enumerate(self.shapes))
+            fits = out or inputs[port] == shard
+            return Assignment(inputs, (whole,)) if fits and whole is not None else None
+        dim = shard.dim - out
+        return Assignment((replace(shard, dim=dim),) * count, (replace(shard, dim=dim + 1),))
+
+    def partials(self) -> Iterator[Assignment]:
+        """See Relation."""
+        return iter(())
+
+
+def stacked(node: fx.Node) -> Stacked:
+    """The relation of an ``ops.stacked`` node."""
+    return Stacked(tuple(a.meta["spec"].shape for a in tensor_args(node)))
 
 
 def layouts_inside(graph: Inside, ports: Sequence[Layout]) -> dict[fx.Node, Layout]:

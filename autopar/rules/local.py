@@ -282,6 +282,18 @@ def _experts(node: fx.Node, place: Place) -> None:
         with_arguments(node, first=run_start(owned, 0, count, place.mesh, place.at))
 
 
+def _stacked(node: fx.Node, place: Place) -> None:
+    """Of experts that belong to ranks a rank stacks its own."""
+    params: Any = node.args
+    owners = [next(((a, s.owner) for a, s in lay.shards(0) if s.owner is not None), None) for lay in place.inputs]
+    if not any(owners):
+        return
+    own = [o is None or place.at[o[0]] == o[1] for o in owners]
+    first = [p for p, mine in zip(params, own, strict=True) if mine]
+    node.target = shards.owned_stack
+    node.args = (len(first), *first, *(p for p, mine in zip(params, own, strict=True) if not mine))
+
+
 def _local_body(node: fx.Node, place: Place) -> Body:
     """The body with the sizes that this rank's shares of each expert have."""
     known = arguments(node)
@@ -382,4 +394,5 @@ LOCAL: dict[Any, Callable[[fx.Node, Place], None]] = {
     ops.dropout: _dropout,
     ops.attention: _attention,
     ops.experts: _experts,
+    ops.stacked: _stacked,
 }

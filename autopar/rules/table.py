@@ -13,7 +13,7 @@ from autopar.ir import ops
 from autopar.rules import builders as b
 from autopar.rules.attention import attention, ring_attention
 from autopar.rules.builders import Builder, along, permuted, pointwise, reduction, rule
-from autopar.rules.experts import experts
+from autopar.rules.experts import experts, stacked
 from autopar.rules.relation import Labels, Opaque, Relation
 
 aten = torch.ops.aten
@@ -37,6 +37,7 @@ TABLE: dict[Any, Builder] = {
     ops.token_loss: rule("n.. v, n.. -> n.."),
     ops.attention: attention,
     ops.experts: experts,
+    ops.stacked: stacked,
     ops.ring_attention: ring_attention,
     # sums
     aten.sum.default: reduction(True),

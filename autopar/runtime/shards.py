@@ -1,5 +1,7 @@
 """Ops that mean something else on a shard than on the whole value."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,3 +17,21 @@ def selected(x: Tensor, dim: int, index: int | None) -> Tensor:
         return x.select(dim, index)
     nothing = torch.ones((), dtype=torch.bool, device=x.device)
     return x.select(dim, 0).masked_fill(nothing, 0.0)  # not a new tensor: the backward must run on every rank
+
+
+class _Stacked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, count: int, *params: Tensor) -> Tensor:
+        ctx.rest = [(p.shape, p.dtype) for p in params[count:]]
+        return torch.stack(params[:count])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return None, *grad.unbind(), *(grad.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.rest)
+
+
+def owned_stack(count: int, *params: Tensor) -> Tensor:
+    """The first ``count`` parameters one above the other; the others, of which this rank holds nothing, get gradients
+    without elements, so that every rank has one of every parameter."""
+    out: Tensor = _Stacked.apply(count, *params)
+    return out

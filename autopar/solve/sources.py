@@ -23,7 +23,7 @@ MOVES = frozenset(
     {
         aten.reshape.default, aten.view.default, aten.transpose.int, aten.t.default, aten.permute.default,
         aten.split_with_sizes.default, aten.unsqueeze.default, aten._to_copy.default, aten.select.int,
-        aten.expand.default, aten.cat.default, aten.slice.Tensor,
+        aten.expand.default, aten.cat.default, aten.slice.Tensor, ops.stacked,
     }
 )  # fmt: skip
 NORMS = frozenset({aten.layer_norm.default, aten.rms_norm.default, aten.rsqrt.default})

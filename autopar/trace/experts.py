@@ -22,7 +22,9 @@ from autopar.ir.program import Spec
 from autopar.rules.experts import keeps_rows
 from autopar.trace.builder import Builder, lowering
 from autopar.trace.expert_body import Reading, body_of
-from autopar.trace.layers import kind_of, numbers
+from autopar.trace.layers import SINGLE, kind_of, numbers
+from autopar.trace.loops import families_of, traced_stack
+from autopar.trace.loops import substitute as loop
 from autopar.trace.record import Recorder, Unrecognized
 from autopar.trace.registered import adapter_of
 
@@ -60,6 +62,12 @@ def _lower(
     return b.emit(ops.experts, hidden, index, weights, list(params), _parsed(body), dtype, spec=spec)
 
 
+@lowering(traced_stack._opoverload)
+def _lower_stack(b: Builder, params: Any) -> fx.Node:
+    first = params[0].meta["spec"]
+    return b.emit(ops.stacked, *params, spec=Spec((len(params), *first.shape), first.dtype))
+
+
 @lru_cache(maxsize=None)
 def _parsed(text: str) -> Body:
     """A body from its own repr, in which dtypes and infinities are names."""
@@ -69,19 +77,50 @@ def _parsed(text: str) -> Body:
 
 
 @contextmanager
-def single_nodes(model: nn.Module) -> Iterator[None]:
-    """While the context lasts, layers of experts in the model's forward are single nodes."""
-    changed = [m for m in model.modules() if adapter_of(type(m)) or (stacked(m) and len(_parameters(type(m))) >= 3)]
-    kinds = [type(m) for m in changed]
-    known: dict[Any, Known | None] = {}
-    made = {kind: _subclass(kind, adapter_of(kind) or _substitute(kind, known)) for kind in dict.fromkeys(kinds)}
+def single_nodes(model: nn.Module, dense: bool = False) -> Iterator[None]:
+    """While the context lasts, layers of experts in the model's forward are single nodes.
+
+    ``dense``: so are loops in which every token goes to every expert.
+    """
+    found = dict(_found(model, dense))
+    kinds = {module: type(module) for module in found}
+    made: dict[Any, type] = {}
     try:
-        for module, kind in zip(changed, kinds):
-            module.__class__ = made[kind]
+        for module, forward in found.items():
+            key = (kinds[module], forward)
+            if key not in made:
+                made[key] = _subclass(*key)
+            module.__class__ = made[key]
         yield
     finally:
-        for module, kind in zip(changed, kinds):
+        for module, kind in kinds.items():
             module.__class__ = kind
+
+
+def _found(model: nn.Module, dense: bool) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    """Modules that may be layers of experts, or hold a loop over some, and what is called for their forward."""
+    known: dict[Any, Known | None] = {}
+    loops: dict[Any, Any] = {}
+    made: dict[Any, Callable[..., Any]] = {}
+    inside: set[int] = set()
+    for module in model.modules():
+        kind, ways = type(module), "adapter"
+        if adapter_of(kind):
+            make: Callable[[], Callable[..., Any]] = lambda k=kind: adapter_of(k)  # type: ignore[misc,assignment,return-value]
+        elif stacked(module) and len(_parameters(kind)) >= 3:
+            ways, make = "experts", lambda k=kind: _substitute(k, known)  # type: ignore[misc]
+        elif id(module) not in inside and families_of(module) is not None and not _smaller(module):
+            ways, make = "loop", lambda k=kind: loop(k, loops, dense)  # type: ignore[misc]
+        else:
+            continue
+        inside |= {id(m) for m in module.modules()} if ways != "experts" else set()
+        yield module, made.setdefault((kind, ways), make())
+
+
+def _smaller(module: nn.Module) -> bool:
+    """Whether a module inside is itself a layer of experts, or holds a loop over some."""
+    inner = (m for m in module.modules() if m is not module)
+    return any(adapter_of(type(m)) or stacked(m) and len(_parameters(type(m))) >= 3 or families_of(m) for m in inner)
 
 
 def stacked(module: nn.Module) -> int:
@@ -107,7 +146,7 @@ def _plain(kind: type) -> Callable[..., Any]:
 
 def _subclass(kind: type, forward: Callable[..., Any]) -> type:
     """A class like ``kind`` with another forward."""
-    made = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    made = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, SINGLE: True})
     made.__qualname__ = kind.__qualname__
     return made
 

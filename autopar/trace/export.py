@@ -145,16 +145,18 @@ def export(
     loss: Callable[[Any], Tensor] | None,
     train: bool,
     once: bool = True,
+    dense: bool = False,
 ) -> Exported:
     """The functional graph of the model on ``flat``, and of its loss.
 
     ``once``: layers of one kind are traced once where that is safe, and further ones are nodes with a body.
+    ``dense``: loops in which every token goes to every expert are one op, too.
     Raises AutoparError ``data-dependent-control-flow``, ``input-mutation``, ``custom-backward``, ``python-state``,
     ``random-op``, ``trace-failed``.
     """
     notes: list[str] = []
     checkpoints: list[str] = []
-    with watched(model), prepared(model, train, notes, checkpoints), warnings.catch_warnings():
+    with watched(model), prepared(model, train, notes, checkpoints, dense), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         exported = _export_once(model, structure, flat, loss) if once else None
         if exported is None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 Attribute = tuple[str, str]  # path of the module in the element, name
+SINGLE = "_autopar_single"  # attribute of classes whose modules are traced whole, lists in them included
 
 
 def repeated(model: nn.Module) -> dict[str, int]:
@@ -18,6 +19,8 @@ def repeated(model: nn.Module) -> dict[str, int]:
     known: dict[Hashable, int] = {}
 
     def visit(module: nn.Module, path: str) -> None:
+        if hasattr(type(module), SINGLE):
+            return
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) >= 3:
             children = ((f"{path}{name}", kind_of(child)) for name, child in module.named_children())
             kinds = {p: known.setdefault(k, len(known)) for p, k in children}

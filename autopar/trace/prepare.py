@@ -19,7 +19,9 @@ from autopar.trace.watch import plain_modes
 
 
 @contextmanager
-def prepared(model: nn.Module, train: bool, notes: list[str], checkpoints: list[str]) -> Iterator[None]:
+def prepared(
+    model: nn.Module, train: bool, notes: list[str], checkpoints: list[str], dense: bool = False
+) -> Iterator[None]:
     """Trace-time state: mode, no caches, no checkpointing, no fused eval paths. Everything is restored on leaving.
 
     Appends to ``notes`` what was switched off, and to ``checkpoints`` the functions found under checkpointing.
@@ -31,7 +33,7 @@ def prepared(model: nn.Module, train: bool, notes: list[str], checkpoints: list[
         stack.enter_context(_no_fastpath())
         stack.enter_context(plain_modes())
         stack.enter_context(_cumulative_norms(model))
-        stack.enter_context(single_nodes(model))
+        stack.enter_context(single_nodes(model, dense))
         yield
 
 

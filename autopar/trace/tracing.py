@@ -64,7 +64,7 @@ def trace(
     device = next((t.device for t in [*model.parameters(), *model.buffers(), *tensors]), torch.device("cpu"))
     with mode_of(model) or nullcontext():
         flat = [torch.zeros(i.spec.shape, dtype=i.spec.dtype, device=device) for i in inputs]
-    exported = export(model, structure, flat, loss, train, once)
+    exported = export(model, structure, flat, loss, train, once, dense=mesh.size("ep") > 1)
     return finish(exported, mesh, inputs, rows)
 
 

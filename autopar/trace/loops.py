@@ -1,0 +1,333 @@
+"""Layers that loop over their experts in their own forward: lists of equal modules, or stacked parameters.
+
+The forward runs for choices of experts that we make (``trace.witness``). Where its result is then a sum over tokens'
+choices of what equal experts compute, whatever the choices, the layer is replayed in a trace as its own routing, one op
+for the experts, and what it does with their result. Names of parameters stay as they are.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from autopar.ir.program import Spec
+from autopar.trace.layers import kind_of, numbers
+from autopar.trace.record import Unrecognized
+from autopar.trace.routed import Layer, Routed
+from autopar.trace.state import Place, Snapshot
+from autopar.trace.witness import Witness
+
+LISTS = (nn.ModuleList, nn.ParameterList, nn.ModuleDict, nn.ParameterDict, nn.Sequential)
+SMALL = 4096  # elements up to which a parameter or buffer outside of the experts gets numbers
+TENSOR = object()  # stands for a tensor among the leaves of a result
+TRIES = 8  # records in which every expert must be chosen once
+
+
+@torch.library.custom_op("autopar::stacked", mutates_args=())
+def traced_stack(params: list[Tensor]) -> Tensor:
+    """Parameters of experts, one above the other. In exported graphs only."""
+    raise NotImplementedError("autopar::stacked is a node of a trace and computes nothing")
+
+
+@traced_stack.register_fake
+def _(params: list[Tensor]) -> Tensor:
+    return params[0].new_empty((len(params), *params[0].shape))
+
+
+@dataclass(frozen=True)
+class Families:
+    """Experts' parameters in a module.
+
+    Args:
+        count: of experts.
+        specs: by template: a name with ``{}`` for the expert's number, or that of a stacked parameter; stacked specs.
+        places: (template, expert) of each parameter by name; expert -1 for a stacked one.
+    """
+
+    count: int
+    specs: dict[str, Spec]
+    places: dict[str, tuple[str, int]]
+
+
+def families_of(module: nn.Module) -> Families | None:
+    """The parameters of a module that could be those of experts; None where there are none.
+
+    Elements of one list (or of several as long) whose parameters look alike, beside something else of that size, as a
+    router has; or parameters with such a first dim.
+    """
+    named = {n: p for n, p in module.named_parameters() if p.is_floating_point()}
+    for count in _counts(module):
+        specs, places = _listed(module, named, count)
+        if not specs:
+            specs = {n: Spec(tuple(p.shape), p.dtype) for n, p in named.items() if p.ndim >= 3 and p.shape[0] == count}
+            if specs:
+                also = {n: p for n, p in named.items() if p.ndim == 2 and p.shape[0] == count and _beside(n, specs)}
+                specs |= {n: Spec(tuple(p.shape), p.dtype) for n, p in also.items()}
+            places = {n: (n, -1) for n in specs}
+        others = [*(p for n, p in named.items() if n not in places), *module.buffers()]
+        if specs and any(count in p.shape for p in others):
+            return Families(count, specs, places)
+    return None
+
+
+def _counts(module: nn.Module) -> list[int]:
+    """Numbers of experts that the module may have: lengths of its lists, first dims of its own stacked parameters."""
+    found = [len(m) for m in module.modules() if isinstance(m, LISTS) and len(m) > 1]
+    stacked = [p.shape[0] for m in (module, *module.children()) for p in m._parameters.values()
+               if p is not None and p.ndim >= 3 and p.shape[0] > 1]  # fmt: skip
+    return sorted(dict.fromkeys([*found, *stacked]), reverse=True)
+
+
+def _beside(name: str, specs: dict[str, Spec]) -> bool:
+    """Whether a matrix stands beside stacked parameters and is named as one of them: a stacked bias, not a router."""
+    return any(name != n and name.startswith(n) for n in specs) or any(
+        name.replace("bias", "weight") == n or name.replace("_bias", "") == n for n in specs
+    )
+
+
+def _listed(
+    module: nn.Module, named: dict[str, nn.Parameter], count: int
+) -> tuple[dict[str, Spec], dict[str, tuple[str, int]]]:
+    groups: dict[str, dict[int, str]] = {}
+    for path, child in module.named_modules():
+        if not isinstance(child, LISTS) or len(child) != count:
+            continue
+        prefix = f"{path}." if path else ""
+        keys = list(child.keys()) if isinstance(child, (nn.ModuleDict, nn.ParameterDict)) else map(str, range(count))
+        for i, key in enumerate(keys):
+            for name in named:
+                rest = re.fullmatch(re.escape(f"{prefix}{key}") + r"(\..*)?", name)
+                if rest:
+                    groups.setdefault(f"{prefix}{{}}{rest[1] or ''}", {})[i] = name
+    specs, places = {}, {}
+    for template, names in groups.items():
+        looks = {(tuple(named[n].shape), named[n].dtype, named[n].requires_grad) for n in names.values()}
+        if len(names) == count and len(looks) == 1:
+            shape, dtype, _ = looks.pop()
+            specs[template] = Spec((count, *shape), dtype)
+            places |= {name: (template, i) for i, name in names.items()}
+    return specs, places
+
+
+@dataclass
+class Record:
+    """What a call of a layer was seen to compute.
+
+    ``outputs`` are the nodes of the result's tensors, then of buffers' and attributes' new values.
+    """
+
+    layer: Layer
+    nodes: list[fx.Node]
+    result: TreeSpec
+    plain: list[Any]
+    buffers: list[str]
+    attributes: list[Place]
+    hit: set[int]
+
+
+def understood(module: Any, kind: type, found: Families, args: Any, kwargs: Any) -> Record | None:
+    """The layer as routing and one op; None where it cannot be said so."""
+    with _disable_current_modes(), torch.random.fork_rng(devices=[]):
+        try:
+            return _understood(module, kind, found, args, kwargs)
+        except (Unrecognized, RuntimeError, TypeError, IndexError, ValueError, AttributeError, KeyError):
+            return None
+
+
+def _understood(module: Any, kind: type, found: Families, args: Any, kwargs: Any) -> Record:
+    first, hit, records = 0, set[int](), list[Record]()
+    while len(hit) < found.count and len(records) < TRIES:
+        records.append(_recorded(module, kind, found, args, kwargs, first))
+        hit |= records[-1].hit
+        first += max(1, min(found.count, len(records[-1].hit)))
+    if len(hit) < found.count:
+        raise Unrecognized("some experts are never chosen")
+    records.append(_recorded(module, kind, found, args, kwargs, None))
+    one = records[0]
+    if len({(r.layer.text(), str(r.result), str(r.plain)) for r in records}) != 1 or not one.layer.routed:
+        raise Unrecognized("what is computed depends on which experts are chosen")
+    return one
+
+
+def _recorded(module: Any, kind: type, found: Families, args: Any, kwargs: Any, first: int | None) -> Record:
+    seen, tensors = Witness(found.count, first), dict[str, Tensor]()
+    for name, x in [*module.named_parameters(), *module.named_buffers()]:
+        template, expert = found.places.get(name, ("", 0))
+        tensors[name] = _stand_in(seen, x, bool(template))
+        node = seen.track(tensors[name], name, frozenset({expert}) if template else frozenset())
+        node.meta.update({"family": template} if template else {})
+    flat, spec = tree_flatten((args, kwargs))
+    given = [_given(seen, x, found.count) if isinstance(x, Tensor) else x for x in flat]
+    for i, x in enumerate(given):
+        if isinstance(x, Tensor):
+            seen.track(x, f"#{i}")
+    parts, before = dict(module.named_modules()), Snapshot.of(dict(module.named_modules()))
+    call_args, call_kwargs = tree_unflatten(given, spec)
+    own = type(module)
+    try:
+        module.__class__ = kind
+        with _reparametrize_module(module, tensors), seen:
+            out = kind.forward(module, *call_args, **call_kwargs)  # type: ignore[attr-defined]
+            tensors |= {n: b for n, b in module.named_buffers() if b is not tensors[n]}
+        changed = [(path, name) for path, name in before.changed() if not path or name not in parts[path]._buffers]
+        values = [getattr(parts[path], name) for path, name in changed]
+    finally:
+        before.restore()
+        module.__class__ = own
+    return _kept(seen, found, tensors, module, out, changed, values)
+
+
+def _kept(
+    seen: Witness, found: Families, tensors: dict[str, Tensor], module: Any, out: Any, changed: list[Place], values: Any
+) -> Record:
+    leaves, result = tree_flatten(out)
+    plain = [TENSOR if isinstance(x, Tensor) else x for x in leaves]
+    if not all(isinstance(v, Tensor) for v in values):
+        raise Unrecognized("an attribute that is no tensor changes")
+    nodes = [seen.node_of(x) for x in leaves if isinstance(x, Tensor)]
+    inputs = {n.meta["name"]: n for n in seen.graph.find_nodes(op="placeholder") if "name" in n.meta}
+    moved = {n: seen.node_of(x) for n, x in tensors.items() if seen.node_of(x) is not inputs[n]}
+    if any(n in found.places or n in dict(module.named_parameters()) for n in moved):
+        raise Unrecognized("a parameter is written to")
+    nodes += [*moved.values(), *(seen.node_of(v) for v in values)]
+    hit = {e for n in seen.graph.nodes for e in n.meta["expert"] if n.op != "placeholder"}
+    layer = Layer(list(seen.graph.nodes), nodes, found.specs, found.count)
+    layer.understand()
+    return Record(layer, nodes, result, plain, list(moved), changed, hit)
+
+
+def _stand_in(seen: Witness, x: Tensor, expert: bool) -> Tensor:
+    """A parameter or buffer of the record."""
+    shape = tuple(map(int, x.shape))
+    if not expert and x.numel() <= SMALL and (x.ndim < 2 or not x.is_floating_point()):
+        if not x.is_floating_point():
+            return torch.zeros(shape, dtype=x.dtype)
+        return torch.rand(shape, generator=seen.random).to(x.dtype)
+    return torch.empty(shape, dtype=x.dtype, device="meta")
+
+
+def _given(seen: Witness, x: Tensor, experts: int) -> Tensor:
+    """An argument of the record: scores and choices of experts have numbers."""
+    shape = tuple(map(int, x.shape))
+    like = torch.empty(shape, dtype=x.dtype, device="meta")
+    if x.is_floating_point():
+        return seen.scores(like) if shape and shape[-1] == experts else like
+    if x.dtype == torch.bool:
+        return torch.rand(shape, generator=seen.random) < 0.5
+    if not shape or shape[-1] > experts:
+        return torch.randint(0, 2, shape, generator=seen.random).to(x.dtype)
+    scores = seen.scores(torch.empty((*shape[:-1], experts), device="meta"))
+    return scores.topk(shape[-1], -1).indices.to(x.dtype)
+
+
+def replay(record: Record, module: Any, args: Any, kwargs: Any) -> Any:
+    """The layer's result, its experts one op; new values go into its buffers and attributes."""
+    flat = tree_flatten((args, kwargs))[0]
+    device = next(x.device for x in flat if isinstance(x, Tensor))
+    env: dict[fx.Node, Any] = {}
+    for node in record.layer.nodes:
+        if node in record.layer.needed:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and node.meta["grad"]):
+                env[node] = _value(record, module, node, env, flat, device)
+    made = iter([env[n] for n in record.nodes])
+    leaves = [next(made) if p is TENSOR else p for p in record.plain]
+    with torch.no_grad():
+        for name in record.buffers:
+            _attribute(module, name).copy_(next(made))
+    for path, name in record.attributes:
+        setattr(module.get_submodule(path), name, next(made))
+    return tree_unflatten(leaves, record.result)
+
+
+def _value(record: Record, module: Any, node: fx.Node, env: Any, flat: list[Any], device: Any) -> Any:
+    if node in record.layer.routed:
+        return _experts(record.layer.routed[node], module, env)
+    if node.op == "placeholder":
+        if "constant" in node.meta:
+            return node.meta["constant"].to(device)
+        name = node.meta["name"]
+        return flat[int(name[1:])] if name.startswith("#") else _attribute(module, name)
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: env[n])
+    if kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": device}
+    target: Any = node.target
+    return target(*args, **kwargs)
+
+
+def _experts(routed: Routed, module: Any, env: Any) -> Tensor:
+    val, x = routed.out.meta["val"], env[routed.hidden]
+    count = x.numel() // x.shape[-1]
+    params = [_stacked(module, template) for template in routed.params]
+    total = params[0].shape[0]
+    if routed.index is None:
+        index = torch.arange(total, device=x.device).expand(count, total)
+    else:
+        index = env[routed.index].reshape(count, routed.choices)
+    weights = x.new_ones((count, routed.choices))
+    for i, w in enumerate(routed.weights):
+        one = _weights(w.kind, [env[n] for n in w.nodes], index, routed.index is None, count, total)
+        weights = one if i == 0 else weights * one
+    rows = x.reshape(count, x.shape[-1])
+    out: Tensor = torch.ops.autopar.experts(rows, index, weights, params, repr(routed.body), val.shape[-1], val.dtype)
+    out = out.view(val.shape)
+    return out if routed.base is None else env[routed.base].reshape(val.shape) + out
+
+
+def _weights(kind: str, given: list[Tensor], index: Tensor, everywhere: bool, count: int, total: int) -> Tensor:
+    """Weights [T, k]."""
+    if kind == "choices":
+        return given[0].reshape(index.shape)
+    if kind == "tokens":
+        return given[0].reshape(count, 1).expand(index.shape)
+    by_expert = torch.stack([g.reshape(count) for g in given], 1) if kind == "apart" else given[0]
+    by_expert = by_expert.reshape(total, count).t() if kind == "turned" else by_expert.reshape(count, total)
+    return by_expert if everywhere else by_expert.gather(1, index)
+
+
+def _stacked(module: Any, template: str) -> Tensor:
+    if "{}" not in template:
+        return _attribute(module, template)
+    prefix, rest = template.split("{}", 1)
+    holder = module.get_submodule(prefix.removesuffix("."))
+    keys = holder.keys() if isinstance(holder, (nn.ModuleDict, nn.ParameterDict)) else map(str, range(len(holder)))
+    out: Tensor = torch.ops.autopar.stacked([_attribute(module, f"{prefix}{key}{rest}") for key in keys])
+    return out
+
+
+def _attribute(module: Any, name: str) -> Any:
+    return functools.reduce(getattr, name.split("."), module)
+
+
+def substitute(kind: type, known: dict[Any, Record | None], dense: bool) -> Callable[..., Any]:
+    """A forward for ``kind`` in which experts are one op where that can be said.
+
+    ``dense``: also where every token goes to every expert.
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        record = _look_up(known, self, kind, args, kwargs)
+        every = record is not None and all(r.index is None for r in record.layer.routed.values())
+        if record is None or (every and not dense):
+            return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+        return replay(record, self, args, kwargs)
+
+    return forward
+
+
+def _look_up(known: dict[Any, Record | None], module: Any, kind: type, args: Any, kwargs: Any) -> Record | None:
+    found = families_of(module)
+    if found is None:
+        return None
+    flat, spec = tree_flatten((args, kwargs))
+    looks = tuple((tuple(map(int, x.shape)), x.dtype) if isinstance(x, Tensor) else repr(x) for x in flat)
+    key = (kind, kind_of(module), tuple(numbers(module).items()), str(spec), looks, torch.is_grad_enabled())
+    if key not in known:
+        known[key] = understood(module, kind, found, args, kwargs)
+    return known[key]

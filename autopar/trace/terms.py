@@ -1,0 +1,376 @@
+"""A value as a sum of experts' rows: which row of which expert's result is where, times which weights.
+
+A value [..., O] is looked at as rows, its leading dims flattened. Ops that move rows, add or weigh them are followed
+with numbers of rows; anything else that reads experts' parameters is what an expert computes.
+"""
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.trace.witness import UNSET, ZEROS, aten
+
+Weight = tuple[fx.Node, Tensor]  # a value, and which of its elements weighs each row
+SELECTIONS = {
+    aten.index.Tensor, aten.index_select.default, aten.select.int, aten.slice.Tensor, aten.view.default,
+    aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim,
+    aten.squeeze.dims, aten.expand.default, aten.permute.default, aten.t.default, aten.transpose.int,
+    aten.flatten.using_ints,
+}  # fmt: skip
+VIEWS = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.default,
+    aten.squeeze.dim, aten.squeeze.dims, aten.flatten.using_ints,
+}  # fmt: skip
+SAME = {aten._to_copy.default, aten.to.dtype, aten.clone.default, aten.alias.default, aten.lift_fresh.default}
+PARTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.chunk.default}
+DYNAMIC = {
+    aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.unique_dim.default,
+    aten.unique_consecutive.default, aten.repeat_interleave.Tensor, aten.bincount.default,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows of one expert's result.
+
+    Args:
+        source: the result. at: [m], its rows. rows: [m], where they are. weights: what each is multiplied by.
+    """
+
+    source: fx.Node
+    at: Tensor
+    rows: Tensor
+    weights: tuple[Weight, ...] = ()
+
+    def keep(self, mask: Tensor) -> "Segment":
+        """Some of the rows."""
+        weights = tuple((w, places[mask]) for w, places in self.weights)
+        return Segment(self.source, self.at[mask], self.rows[mask], weights)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """A value of ``count`` rows: the segments' rows added up, and rows ``carried`` of ``base`` (-1: none of them)."""
+
+    count: int
+    segments: tuple[Segment, ...] = ()
+    base: fx.Node | None = None
+    carried: Tensor | None = None
+
+    def chosen(self, old: Tensor) -> "Terms | None":
+        """The rows ``old`` [n] of this value; None where one is taken twice."""
+        if len(old.unique()) != len(old):
+            return None
+        new = torch.full((self.count,), -1)
+        new[old] = torch.arange(len(old))
+        moved = (replace(s, rows=new[s.rows]) for s in self.segments)
+        carried = None if self.carried is None else self.carried[old]
+        return Terms(len(old), _full(s.keep(s.rows >= 0) for s in moved), self.base, carried)
+
+    def placed(self, rows: Tensor, count: int) -> "Terms":
+        """These rows at ``rows`` of a value of ``count`` rows, nothing elsewhere."""
+        carried = None
+        if self.carried is not None:
+            carried = torch.full((count,), -1)
+            carried[rows] = self.carried
+        return Terms(count, tuple(replace(s, rows=rows[s.rows]) for s in self.segments), self.base, carried)
+
+    def without(self, rows: Tensor) -> "Terms":
+        """Nothing at ``rows``."""
+        gone = torch.zeros(self.count, dtype=torch.bool)
+        gone[rows] = True
+        carried = None if self.carried is None else self.carried.masked_fill(gone, -1)
+        return Terms(self.count, _full(s.keep(~gone[s.rows]) for s in self.segments), self.base, carried)
+
+    def plus(self, other: "Terms") -> "Terms | None":
+        """The sum; None where it would carry two values' rows."""
+        base, carried = self.base, self.carried
+        if other.carried is not None and bool((other.carried >= 0).any()):
+            if carried is not None and bool((carried >= 0).any()):
+                both = (carried >= 0) & (other.carried >= 0)
+                if other.base is not base or bool(both.any()):
+                    return None
+                carried = torch.where(carried >= 0, carried, other.carried)
+            else:
+                base, carried = other.base, other.carried
+        return Terms(self.count, self.segments + other.segments, base, carried)
+
+
+def _full(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+    return tuple(s for s in segments if len(s.rows))
+
+
+def leading(node: fx.Node) -> tuple[int, ...]:
+    """The dims that are rows."""
+    return tuple(node.meta["val"].shape[:-1])
+
+
+def numbers_of(shape: tuple[int, ...]) -> Tensor:
+    """Every element's number."""
+    return torch.arange(int(torch.Size(shape).numel())).view(shape)
+
+
+def moved(node: fx.Node, numbers: Tensor, narrow: bool) -> Tensor | None:
+    """``numbers`` of the elements of what a selection reads, selected likewise.
+
+    ``narrow``: the last dim, of size 1 in ``numbers``, must be left alone.
+    """
+    after = node.meta["val"].shape
+    want = torch.Size((*after[:-1], 1)) if narrow else after
+    args: list[Any] = list(fx.map_arg(list(node.args), lambda n: n if n is node.args[0] else n.meta.get("number")))
+    args[0] = numbers
+    before = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    if narrow and (not before or not after or before[-1] != after[-1]):
+        return None
+    try:
+        target: Any = node.target
+        if node.target in VIEWS or node.target is aten.expand.default:
+            out = numbers.reshape(want) if node.target in VIEWS else numbers.expand(want)
+        else:
+            out = target(*args)
+    except (RuntimeError, IndexError, TypeError):
+        return None
+    return out if out.shape == want else None
+
+
+def selected(node: fx.Node, narrow: bool = True) -> tuple[fx.Node, Tensor]:
+    """What a chain of selections starts from, and the number of its row (or element) at each of the node's."""
+    steps = []
+    while True:
+        if node.target in SAME:
+            node = node.args[0]  # type: ignore[assignment]
+            continue
+        if node.target is operator.getitem and node.args[0].target in PARTS:  # type: ignore[union-attr]
+            split, source = node.args[0], node.args[0].args[0]  # type: ignore[union-attr]
+        elif node.target in SELECTIONS:
+            split, source = None, node.args[0]
+        else:
+            break
+        shape = source.meta["val"].shape  # type: ignore[union-attr]
+        numbers = numbers_of((*shape[:-1], 1) if narrow else tuple(shape))
+        if split is None:
+            made = moved(node, numbers, narrow)
+        else:
+            made = _part(split, numbers, node.args[1], narrow)  # type: ignore[arg-type]
+        if made is None:
+            break
+        steps.append(made.reshape(-1))
+        node = source  # type: ignore[assignment]
+    shape = node.meta["val"].shape
+    places = torch.arange(int(torch.Size(shape[:-1] if narrow else shape).numel()))
+    for step in reversed(steps):
+        places = places[step]
+    return node, places
+
+
+def _part(split: fx.Node, numbers: Tensor, index: int, narrow: bool) -> Tensor | None:
+    dim = split.args[2] if len(split.args) > 2 else 0
+    if split.target is aten.unbind.int:
+        dim = split.args[1] if len(split.args) > 1 else 0
+    if narrow and dim % numbers.ndim == numbers.ndim - 1:  # type: ignore[operator]
+        return None
+    target: Any = split.target
+    parts: list[Tensor] = target(numbers, *split.args[1:])
+    return parts[index]
+
+
+class Reader:
+    """Reads values as terms."""
+
+    def __init__(self) -> None:
+        self.known: dict[fx.Node, Terms | None] = {}
+
+    def terms(self, node: fx.Node) -> Terms | None:
+        """The value as terms; None where it is none."""
+        if node not in self.known:
+            self.known[node] = self._read(node)
+        return self.known[node]
+
+    def _read(self, node: fx.Node) -> Terms | None:
+        if node.meta["val"].ndim < 1:
+            return None
+        count = int(torch.Size(leading(node)).numel())
+        if node.target in ZEROS or node.target in UNSET:
+            return Terms(count)
+        if not node.meta["expert"]:
+            source, rows = selected(node)
+            return Terms(count) if source.target in ZEROS else Terms(count, (), source, rows)
+        rule = RULES.get(node.target)  # type: ignore[arg-type]
+        found = rule(self, node, count) if rule else None
+        return whole(node) if found is None and node.target not in ADDING else found
+
+
+def whole(node: fx.Node) -> Terms:
+    """The value as what an expert computes."""
+    count = int(torch.Size(leading(node)).numel())
+    return Terms(count, (Segment(node, torch.arange(count), torch.arange(count)),))
+
+
+def raw(terms: Terms | None, node: fx.Node) -> bool:
+    """Whether a value is nothing but what an expert computes."""
+    return terms is not None and len(terms.segments) == 1 and not terms.segments[0].weights and terms.carried is None
+
+
+def _same(read: Reader, node: fx.Node, count: int) -> Terms | None:
+    return read.terms(node.args[0])  # type: ignore[arg-type]
+
+
+def _select(read: Reader, node: fx.Node, count: int) -> Terms | None:
+    source: Any = node.args[0]
+    numbers = moved(node, numbers_of((*leading(source), 1)), narrow=True)
+    inner = read.terms(source) if numbers is not None else None
+    return inner.chosen(numbers.reshape(-1)) if inner is not None and numbers is not None else None
+
+
+def _join(read: Reader, node: fx.Node, count: int) -> Terms | None:
+    """``cat`` and ``stack`` along a dim of rows."""
+    parts: Any = node.args[0]
+    dim, ndim = (node.args[1] if len(node.args) > 1 else 0), node.meta["val"].ndim
+    dim %= ndim  # type: ignore[operator]
+    if dim == ndim - 1:
+        return None
+    rows, at, total = numbers_of(leading(node)), 0, Terms(count)
+    for part in parts:
+        if part.meta["val"].ndim == 1 and node.target is aten.cat.default:
+            continue  # an old-fashioned empty tensor
+        many = 1 if node.target is aten.stack.default else part.meta["val"].shape[dim]
+        inner = read.terms(part)
+        if inner is None:
+            return None
+        joined = total.plus(inner.placed(rows.narrow(dim, at, many).reshape(-1), count))
+        if joined is None:
+            return None
+        total, at = joined, at + many
+    return total
+
+
+def _add(read: Reader, node: fx.Node, count: int) -> Terms | None:
+    a, b = node.args[:2]
+    if node.kwargs or len(node.args) > 2:
+        return None
+    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
+        return read.terms(a if isinstance(a, fx.Node) else b) if 0 in (a, b) else None  # type: ignore[arg-type]
+    if a.meta["val"].shape != b.meta["val"].shape:
+        return None
+    left, right = read.terms(a), read.terms(b)
+    if len(a.meta["expert"]) == 1 and a.meta["expert"] == b.meta["expert"] and raw(left, a) and raw(right, b):
+        return None
+    return left.plus(right) if left is not None and right is not None else None
+
+
+def _weigh(read: Reader, node: fx.Node, count: int) -> Terms | None:
+    """A product with what does not depend on an expert and is one number for each row."""
+    for y, w in (node.args, node.args[::-1]):
+        if not isinstance(w, fx.Node) or not isinstance(y, fx.Node) or w.meta["expert"] or not y.meta["expert"]:
+            continue
+        shape, mine = node.meta["val"].shape, w.meta["val"].shape
+        inner = read.terms(y)
+        if inner is not None and inner.carried is not None and len(y.meta["expert"]) == 1:
+            inner = whole(y)
+        if inner is None or y.meta["val"].shape != shape or (mine and mine[-1] != 1):
+            return None
+        places = numbers_of(tuple(mine)).expand((*shape[:-1], 1)).reshape(-1)
+        return _weighted(inner, w, places)
+    return None
+
+
+def _weighted(inner: Terms, w: fx.Node, places: Tensor) -> Terms | None:
+    if inner.carried is not None and bool((inner.carried >= 0).any()):
+        return None
+    source, numbers = selected(w, narrow=False)
+    segments = (replace(s, weights=(*s.weights, (source, numbers[places[s.rows]]))) for s in inner.segments)
+    return replace(inner, segments=tuple(segments))
+
+
+def _sum(read: Reader, node: fx.Node, count: int) -> Terms | None:
+    """Rows added up along dims of rows."""
+    source: Any = node.args[0]
+    ndim = source.meta["val"].ndim
+    dims = [d % ndim for d in node.args[1] or range(ndim)]  # type: ignore[union-attr]
+    inner = read.terms(source)
+    if inner is None or ndim - 1 in dims or (inner.carried is not None and bool((inner.carried >= 0).any())):
+        return None
+    kept = [1 if d in dims else n for d, n in enumerate(leading(source))]
+    rows = numbers_of(tuple(kept)).expand(leading(source)).reshape(-1)
+    return replace(inner.placed(rows, count), base=None, carried=None)
+
+
+def _mix(read: Reader, node: fx.Node, count: int) -> Terms | None:
+    """Weights [n, 1, e] times rows [n, e, O]."""
+    w, y = node.args
+    assert isinstance(w, fx.Node) and isinstance(y, fx.Node)
+    if w.meta["expert"] or w.meta["val"].shape[1] != 1:
+        return None
+    inner = read.terms(y)
+    n, _, e = w.meta["val"].shape
+    weighted = _weighted(inner, w, torch.arange(n * e)) if inner is not None else None
+    return weighted.placed(torch.arange(n).repeat_interleave(e), count) if weighted is not None else None
+
+
+def _index_add(read: Reader, node: fx.Node, count: int) -> Terms | None:
+    target, dim, index, source = node.args[:4]
+    rows = index.meta.get("number")  # type: ignore[union-attr]
+    if node.kwargs or rows is None or dim != 0 or target.meta["val"].ndim != 2:  # type: ignore[union-attr]
+        return None
+    return _into(read, target, rows, source, add=True)
+
+
+def _index_copy(read: Reader, node: fx.Node, count: int) -> Terms | None:
+    target, dim, index, source = node.args[:4]
+    rows = index.meta.get("number")  # type: ignore[union-attr]
+    if rows is None or dim != 0 or target.meta["val"].ndim != 2:  # type: ignore[union-attr]
+        return None
+    return _into(read, target, rows, source, add=False)
+
+
+def _scatter(read: Reader, node: fx.Node, count: int) -> Terms | None:
+    """An index that is the same along the last dim."""
+    target, dim, index, source = node.args[:4]
+    rows = index.meta.get("number")  # type: ignore[union-attr]
+    if rows is None or rows.ndim != 2 or dim != 0 or bool((rows != rows[:, :1]).any()):
+        return None
+    whole = rows.shape == source.meta["val"].shape and rows.shape[1] == target.meta["val"].shape[1]  # type: ignore
+    return _into(read, target, rows[:, 0], source, node.target is aten.scatter_add.default) if whole else None
+
+
+def _index_put(read: Reader, node: fx.Node, count: int) -> Terms | None:
+    target, indices, source = node.args[:3]
+    numbers = fx.map_arg(list(indices), lambda n: n.meta.get("number"))  # type: ignore[arg-type]
+    if any(i is not None and n is None for i, n in zip(indices, numbers)):  # type: ignore[arg-type]
+        return None
+    shape = leading(target)  # type: ignore[arg-type]
+    try:
+        rows = torch.ops.aten.index.Tensor(numbers_of(shape), numbers)
+    except (RuntimeError, IndexError):
+        return None
+    if source.meta["val"].shape != (*rows.shape, target.meta["val"].shape[-1]):  # type: ignore[union-attr]
+        return None
+    return _into(read, target, rows.reshape(-1), source, add=bool(node.args[3:] and node.args[3]))
+
+
+def _into(read: Reader, target: Any, rows: Tensor, source: Any, add: bool) -> Terms | None:
+    before, new = read.terms(target), read.terms(source)
+    if before is None or new is None or (not add and len(rows.unique()) != len(rows)):
+        return None
+    return (before if add else before.without(rows)).plus(new.placed(rows, before.count))
+
+
+ADDING = {aten.index_add.default, aten.index_put.default, aten.scatter_add.default, aten.cat.default}
+RULES: dict[Any, Any] = {
+    **dict.fromkeys(SELECTIONS, _select),
+    **dict.fromkeys(SAME, _same),
+    **dict.fromkeys((aten.cat.default, aten.stack.default), _join),
+    aten.add.Tensor: _add,
+    aten.mul.Tensor: _weigh,
+    aten.sum.dim_IntList: _sum,
+    aten.bmm.default: _mix,
+    aten.index_add.default: _index_add,
+    aten.index_copy.default: _index_copy,
+    aten.scatter_add.default: _scatter,
+    aten.scatter.src: _scatter,
+    aten.index_put.default: _index_put,
+}
