@@ -1,7 +1,7 @@
 """An exported graph to normal form: functional, few ops, explicit sizes, dims counted from the front.
 
 The lowerings are in ``lower_shape`` (views, cuts), ``lower_make`` (constants, indexing), ``lower_math`` (reductions,
-norms, arithmetic) and ``lower_nn`` (attention, dropout, losses). An op without a lowering stays as it is, or is
+norms, arithmetic), ``lower_nn`` (attention, dropout, losses) and ``lower_einsum``. An op without a lowering stays as it is, or is
 written in smaller ones where torch itself composes it.
 """
 
@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_map_only
 from autopar.errors import AutoparError
 from autopar.ir import edit
 from autopar.ir.program import Spec
-from autopar.trace import lower_make, lower_math, lower_nn, lower_shape, places
+from autopar.trace import lower_einsum, lower_make, lower_math, lower_nn, lower_shape, places
 from autopar.trace.builder import LOWERINGS, Builder
 from autopar.trace.export import Exported
 from autopar.trace.splice import LAYER, Layers
 
 aten = torch.ops.aten
-assert lower_make and lower_math and lower_nn and lower_shape  # imported for what they register
+assert lower_einsum and lower_make and lower_math and lower_nn and lower_shape  # imported for what they register
 
 KEPT = {  # composed by torch, but whole in the IR because a rule or a kernel knows them whole
     aten.linear.default,
