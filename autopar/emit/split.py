@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.tensor import DTensor
 
 Node = Any  # of autograd
 
@@ -65,11 +66,21 @@ class Rest:
                 hook.remove()
         for weight, grad in zip(weights, found):
             if grad is not None:
-                weight.grad = grad if weight.grad is None else weight.grad + grad
+                weight.grad = _own(grad) if weight.grad is None else weight.grad + grad
 
 
 def _overruled(noted: tuple[Tensor | None, ...], arrived: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     return noted
+
+
+def _own(grad: Tensor) -> Tensor:
+    """What nothing else has the memory of; what a DTensor wraps is so already."""
+    return grad if isinstance(grad, DTensor) else grad.clone()
+
+
+def _noted(arrived: dict[Node, tuple[Tensor | None, ...]], node: Node, grads: tuple[Tensor | None, ...]) -> None:
+    # Tensors of our own, so that it can be seen that their memory has another reader.
+    arrived[node] = tuple(None if g is None else g.detach() for g in grads)
 
 
 def backward_inputs(roots: list[Tensor], grads: list[Tensor], leaves: list[Tensor]) -> Rest:
@@ -82,7 +93,7 @@ def backward_inputs(roots: list[Tensor], grads: list[Tensor], leaves: list[Tenso
     inner = _inner([e.node for e in edges], {get_gradient_edge(leaf).node for leaf in leaves})
     rest = Rest(_groups(edges, inner), list(zip(edges, grads)))
     starts = set[Node]().union(*(g.starts for g in rest.groups))
-    hooks = [node.register_prehook(partial(rest.arrived.__setitem__, node)) for node in starts]
+    hooks = [node.register_prehook(partial(_noted, rest.arrived, node)) for node in starts]
     try:
         found = torch.autograd.grad(roots, leaves, grads, retain_graph=True, allow_unused=True)
     finally:

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from autopar.emit.named import Container
+from autopar.emit.owned import owned
 from autopar.emit.segmented import SegmentedDTensor, segmented
 from autopar.ir.program import Param
 from autopar.runtime.axis import Axis
@@ -102,7 +103,8 @@ class _Local(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *(_grad(g, s, o) for g, s, o in zip(grads, ctx.likes, ctx.overs)))
+        summed = [_summed(g, over) for g, over in zip(grads, ctx.overs)]
+        return (None, *(_wrapped(g, like) for g, like in zip(owned(summed), ctx.likes)))
 
 
 Like = tuple[Any, Any, Any]  # a DTensor's spec, and the rows and axes of a segmented one
@@ -114,15 +116,17 @@ def _like(p: Tensor) -> Like | None:
     return (p._spec, None, None) if isinstance(p, DTensor) else None
 
 
-def _grad(grad: Tensor | None, like: Like | None, over: tuple[Axis, ...]) -> Tensor | None:
-    if grad is None:
-        return None
-    for axis in over:
+def _summed(grad: Tensor | None, over: tuple[Axis, ...]) -> Tensor | None:
+    for axis in over if grad is not None else ():
         grad = all_reduce_invariant(grad, axis)
-    if like is None:
+    return grad
+
+
+def _wrapped(grad: Tensor | None, like: Like | None) -> Tensor | None:
+    if grad is None or like is None:
         return grad
     spec, held, axes = like
-    out = DTensor(grad.contiguous(), spec, requires_grad=False)
+    out = DTensor(grad, spec, requires_grad=False)
     return segmented(out, held, axes) if held is not None else out
 
 

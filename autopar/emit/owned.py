@@ -1,0 +1,35 @@
+"""Gradients that share memory with nothing else, since parameters add to theirs, and norms scale them, in place.
+
+Autograd sees to that for the tensors that it knows. It does not see what a DTensor wraps, and what is asked of
+``torch.autograd.grad`` it gives as it comes: where two parameters are added, both gradients are one tensor.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def owned(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Each of ``grads`` where nothing else has its memory, else a copy; contiguous.
+
+    Args:
+        grads: just given by autograd, to this reader alone.
+    """
+    times = Counter(map(id, grads))
+    return [
+        g if g is None or times[id(g)] == 1 and g.is_contiguous() and _alone(g)
+        else g.clone(memory_format=torch.contiguous_format) for g in grads
+    ]  # fmt: skip
+
+
+def _alone(grad: Tensor) -> bool:
+    """Whether one tensor, or a view of all of another that nothing else has, is all that refers to the memory."""
+    if not hasattr(grad, "_use_count"):
+        return False
+    storage, base = grad.untyped_storage(), grad._base
+    if storage.nbytes() != grad.numel() * grad.element_size() or grad._use_count() != 1:
+        return False
+    references = torch._C._storage_Use_Count(storage._cdata) - 1  # but ours
+    return bool(references == 1 if base is None else references == 2 and base._use_count() == 2)
