@@ -173,6 +173,7 @@ TABLE: dict[Any, Builder] = {
     aten.detach.default: pointwise({0}),
     aten.alias.default: pointwise({0}),
     aten.where.self: pointwise({1, 2}),
+    aten.complex.default: pointwise({0, 1}),
     # element by element, without the tag
     aten.where.ScalarOther: pointwise(),
     aten.where.ScalarSelf: pointwise(),
@@ -183,6 +184,7 @@ TABLE: dict[Any, Builder] = {
     aten.__and__.Scalar: pointwise(),
     aten.__or__.Scalar: pointwise(),
     aten.floor_divide.default: pointwise(),
+    aten.polar.default: pointwise(),
     aten.log_sigmoid.default: pointwise(),
     aten.log_sigmoid_forward.default: pointwise(),
     aten.bucketize.Tensor: rule("b.., !n -> b.."),

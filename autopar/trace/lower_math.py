@@ -1,5 +1,6 @@
 """Normal forms of arithmetic, reductions and norms."""
 
+from math import prod
 from typing import Any
 
 import torch
@@ -11,14 +12,18 @@ from autopar.trace.builder import Builder, aten, broadcast, dims_of, dtype, lowe
 
 
 def _sum_of(b: Builder, target: Any, x: fx.Node, y: Any, alpha: Any) -> fx.Node:
-    """x ± alpha y; adding an integer zero to integers is nothing."""
-    if isinstance(y, fx.Node) and alpha != 1:
-        y = b.emit(aten.mul.Tensor, y, alpha)
-    elif not isinstance(y, fx.Node):
-        y = y * alpha if alpha != 1 else y
-        if type(y) is int and y == 0 and not x.meta["spec"].is_float and dtype(x) != torch.bool:
-            return x
-    return b.emit(target, x, y)
+    """x ± alpha y; adding zero is nothing where the dtype stays.
+
+    A number that is added to a single float becomes a tensor: a term of a sum (a loss of some rows) takes it once.
+    """
+    if isinstance(y, fx.Node):
+        return b.emit(target, x, y if alpha == 1 else b.emit(aten.mul.Tensor, y, alpha))
+    y = y * alpha if alpha != 1 else y
+    floats = x.meta["spec"].is_float
+    if y == 0 and dtype(x) != torch.bool and (type(y) is int or floats and type(y) is float):
+        return x
+    single = floats and not shape(x) and not isinstance(y, complex)
+    return b.emit(target, x, b.full((), y, dtype(x)) if single else y)
 
 
 @lowering(aten.add.Tensor, aten.add.Scalar)
@@ -34,11 +39,7 @@ def _minus(b: Builder, x: fx.Node, y: Any, alpha: Any = 1) -> fx.Node:
 @lowering(aten.rsub.Scalar, aten.rsub.Tensor)
 def _rsub(b: Builder, x: fx.Node, y: Any, alpha: Any = 1) -> fx.Node:
     x = x if alpha == 1 else b.emit(aten.mul.Tensor, x, alpha)
-    return (
-        b.emit(aten.sub.Tensor, y, x)
-        if isinstance(y, fx.Node)
-        else b.emit(aten.add.Tensor, b.emit(aten.neg.default, x), y)
-    )
+    return b.emit(aten.sub.Tensor, y, x) if isinstance(y, fx.Node) else _plus(b, b.emit(aten.neg.default, x), y)
 
 
 @lowering(aten.mul.Tensor, aten.mul.Scalar)
@@ -165,6 +166,26 @@ def _vector_norm(
 ) -> fx.Node:
     x = b.cast(x, dtype) if dtype is not None else x
     return b.emit(aten.linalg_vector_norm.default, x, p, dims_of(dim, len(shape(x))), keepdim)
+
+
+@lowering(aten.norm.Scalar, aten.norm.ScalarOpt_dtype, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype)
+def _norm(b: Builder, x: fx.Node, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> fx.Node:
+    """The older name of the same."""
+    return _vector_norm(b, x, 2 if p is None else p, dim, keepdim, dtype=dtype)
+
+
+def _bilinear(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    """x [n, i], w [o, i, j], y [n, j]: a product with w, then one with y in each row."""
+    rows = (x @ w.transpose(0, 1).flatten(1)).unflatten(1, (w.shape[0], w.shape[2]))
+    return (rows * y.unsqueeze(1)).sum(2)
+
+
+@lowering(aten.bilinear.default)
+def bilinear(b: Builder, x: fx.Node, y: fx.Node, w: fx.Node, bias: Any = None) -> fx.Node:
+    """In products that rules know; torch's own is one op of many dims."""
+    flat = [b.reshape(v, (prod(shape(v)[:-1]), shape(v)[-1])) for v in (x, y)]
+    out = b.reshape(b.inline(_bilinear, flat[0], w, flat[1]), (*shape(x)[:-1], shape(w)[0]))
+    return out if bias is None else _plus(b, out, bias)
 
 
 def _variance(x: Tensor, dims: list[int], correction: float, keepdim: bool) -> Tensor:

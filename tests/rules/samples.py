@@ -335,6 +335,8 @@ MAKE: dict[Any, Make] = {
     aten.constant_pad_nd.default: lambda r: [a(r(6, 12), [1, 2]), a(r(6, 12), [-1, 1]), a(r(6, 12), [0, 0, 1, 0], 1.0)],
     aten.flip.default: _window,
     aten.roll.default: lambda r: [a(r(6, 12), [1], [0]), a(r(6, 12), [5]), a(r(6, 4, 12), [1, 2], [0, -1])],
+    aten.complex.default: lambda r: [a(r(6, 12), r(6, 12)), a(r(6, 12), r(12))],
+    aten.polar.default: lambda r: [a(r(6, 12), r(6, 12))],
     aten.view_as_complex.default: lambda r: [a(r(6, 12, 2))],
     aten.view_as_real.default: lambda r: [a(r.complex(6, 12))],
     aten.full.default: lambda r: [a([6, 12], 2.0, dtype=F64)],
