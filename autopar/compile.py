@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_map
 from autopar.cost.hardware import load
 from autopar.errors import AutoparError, AutoparWarning
 from autopar.ir.layout import Layout
-from autopar.ir.mesh import TIME, Mesh
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.units import users_of
 from autopar.passes.base import Context
 from autopar.passes.choices import microbatches_of, passes_of
-from autopar.passes.microbatch import microbatch
 from autopar.passes.pipeline import Record, parse, run
+from autopar.passes.planned import plan
 from autopar.passes.zero import Zero
 from autopar.runtime.agreement import LIMIT, checksum, fingerprint, identity
 from autopar.solve.batch import settle_outputs
@@ -248,49 +248,20 @@ class Compiler:
         return self.traces[key]
 
     def _compile(self, traced: Traced, loss_only: bool) -> Variant:
-        """With as many microbatches as the user chose; with one, if the user chose none and they are coupled."""
         program = only_loss(traced.program) if loss_only else traced.program
-        steps, notes = microbatches_of(self.strategy, program)
-        try:
-            return self._planned(traced, program, loss_only, steps, notes)
-        except AutoparError as error:
-            if error.slug != "batch-coupled-loss" or self.strategy.microbatches is not None:
-                raise
-            return self._planned(traced, program, loss_only, 1, (f"1 microbatch: {error.message}",))
-
-    def _planned(
-        self, traced: Traced, program: Program, loss_only: bool, steps: int, notes: tuple[str, ...]
-    ) -> Variant:
         context = Context(load(self.strategy.hardware), self.pinned, self.strategy.strict, mesh=self.pinned_mesh)
-        context.stages, context.unread, prologue = self.pinned_stages, self.unread or frozenset(), None
-        if loss_only and steps > 1:
-            split = microbatch(program, steps, context)
-            program, prologue = split.main, split.prologue
-        if loss_only:
-            program = replace(program, notes=(*program.notes, *notes))
-        before = None
-        if prologue is not None:
-            early = Context(context.hardware, at=self.at(traced.program.mesh))
-            before = run(prologue, "data-parallel,expert-parallel,reshard", early)
-            prologue = run(before, "localize", early)
+        context.stages, context.unread = self.pinned_stages, self.unread or frozenset()
         records: list[Record] = []
-        passes = passes_of(self.strategy, self.mesh, steps if loss_only else 0)
-        local = next((i for i, p in enumerate(passes) if p.name == "localize"), len(passes))
-        planned = run(program, passes[:local], context, records=records)
-        context.at = self.at(planned.mesh)
-        program = run(planned, passes[local:], context, records=records)
+        planned = plan(program, self.strategy, self.mesh, context, train=loss_only, records=records)
+        program, prologue = planned.local(context, self.at, records)
         self._tell(context.warnings)
-        for name, param in program.params.items():
-            if param.layout is not None and param.kind != "constant":
-                held = Layout(tuple((a, t) for a, t in param.layout.types if a != TIME))
-                assert self.pinned.setdefault(name, held) == held, name
-            if param.stages:
-                self.pinned_stages[name] = param.stages
+        for name, layout in planned.layouts.items():
+            assert self.pinned.setdefault(name, layout) == layout, name
+        self.pinned_stages |= {name: p.stages for name, p in program.params.items() if p.stages}
         self.pinned_mesh = replace(program.mesh, microbatches=1)
         if self.unread is None:
             self.unread = frozenset(program.params.keys() - users_of(program).keys())
-        plans = (planned,) if before is None else (before, planned)
-        return Variant(program, traced.structure, traced.constants, plans, records, prologue)
+        return Variant(program, traced.structure, traced.constants, planned.programs, records, prologue)
 
     def _agreed(self, make: Callable[[], Variant]) -> Variant:
         """What ``make`` returns, once every rank has made the same plan; an error anywhere is an error everywhere."""

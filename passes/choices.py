@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from autopar.cost.schedule import check_legal, default_stages
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
@@ -34,6 +35,21 @@ def microbatches_of(strategy: Strategy, program: Program) -> tuple[int, tuple[st
         return strategy.microbatches or 1, ()
     if not rows or len(set(rows)) > 1:
         return 1, (f"1 microbatch: the rows of the data ranks differ, {rows}" if rows else "1 microbatch: no rows",)
-    count = max(n for n in range(1, rows[0] + 1) if rows[0] % n == 0 and n <= MOST * ranks)
-    why = f"{count} microbatches: the most that divide {rows[0]} rows, up to {MOST} for each of {ranks} ranks"
+    counts = [n for n in range(1, min(rows[0], MOST * ranks) + 1) if rows[0] % n == 0]
+    able = [n for n in counts if _runs(strategy, ranks, n)]
+    count = max(able or counts)
+    which = "divide" if len(able) in (0, len(counts)) else "the schedule can run and that divide"
+    why = f"{count} microbatches: the most that {which} {rows[0]} rows, up to {MOST} for each of {ranks} ranks"
     return count, (why,)
+
+
+def _runs(strategy: Strategy, ranks: int, microbatches: int) -> bool:
+    """Whether the schedule that the user named, if any, runs so many microbatches."""
+    given = next((p for p in parse(strategy.pipeline_on(True)) if isinstance(p, PipelineParallel)), PipelineParallel())
+    name = given.schedule or ("interleaved" if given.virtual > 1 else "")
+    try:
+        if name:
+            check_legal(name, ranks, given.virtual or default_stages(name), microbatches)
+    except AutoparError:
+        return False
+    return True

@@ -12,7 +12,9 @@ from autopar.cost.shares import local_value, mesh_sizes
 from autopar.cost.units import Piece, units
 from autopar.ir.layout import Layout
 from autopar.ir.program import Program, specs
-from autopar.ir.stages import LIGHT, STAGED, kinds, stage_of
+from autopar.ir.stages import CONSTANT, LIGHT, STAGED, kinds, stage_of
+
+Grain = Callable[[str, set[str]], object]  # of a node's module and what it reads: equal ones in a row are a layer
 
 
 @dataclass
@@ -27,17 +29,18 @@ class Layer:
 def layers_of(program: Program, count: int) -> list[Layer]:
     """The layers: each call of a block, and what lies between by modules. Each reads parameters, but where none do.
 
-    Modules are taken as coarsely as gives ``count`` layers: by their place in the first list, in the last, or alone.
+    Modules are taken as coarsely as gives ``count`` layers: by their place in the first list, in the last, or alone;
+    then what reads the same parameters (a model that has none but its own), and what reads buffers too.
     """
     found: list[Layer] = []
-    for grain in (_first_number, _last_number, lambda path: path):
-        found = _merged(list(_runs(program, grain)))
+    for grain, kept in _GRAINS:
+        found = _merged(list(_runs(program, grain, kept)))
         if len(found) >= count:
             break
     return _numbered(found)
 
 
-def _runs(program: Program, grain: Callable[[str], str]) -> Iterator[Layer]:
+def _runs(program: Program, grain: Grain, kept: tuple[str, ...]) -> Iterator[Layer]:
     kind = kinds(program)
     unit, key = Layer(""), object()
     for node in program.graph.nodes:
@@ -46,26 +49,27 @@ def _runs(program: Program, grain: Callable[[str], str]) -> Iterator[Layer]:
         if node.target is operator.getitem:
             unit.nodes.append(node)
             continue
-        path = str(node.meta.get("path" if node.op == "call_module" else "module", ""))
-        mine = node if node.op == "call_module" else grain(path)
+        call = node.op == "call_module"
+        path, read = str(node.meta.get("path" if call else "module", "")), set(_read(program, node, kind, kept))
+        mine: object = node if call else grain(path, read)
         if mine != key:
             if unit.nodes:
                 yield unit
-            unit, key = Layer(path if node.op == "call_module" else grain(path)), mine
+            unit, key = Layer(path if call or not isinstance(mine, str) else mine), mine
         unit.nodes.append(node)
-        unit.params.update(_read(node, kind))
+        unit.params.update(read)
     if unit.nodes:
         yield unit
 
 
-def _read(node: fx.Node, kind: dict[fx.Node, str]) -> Iterator[str]:
-    """The parameters that a node reads, also through values that depend on parameters alone."""
-    todo = [n for n in node.all_input_nodes if kind[n] == LIGHT]
+def _read(program: Program, node: fx.Node, kind: dict[fx.Node, str], kept: tuple[str, ...]) -> Iterator[str]:
+    """The parameters (and buffers, if ``kept``) that a node reads, also through values that depend on them alone."""
+    todo = [n for n in node.all_input_nodes if kind[n] in (LIGHT, CONSTANT)]
     while todo:
         source = todo.pop()
-        if source.op == "placeholder":
-            yield str(source.meta["param"])
-        todo += [n for n in source.all_input_nodes if kind[n] == LIGHT]
+        if "param" in source.meta and program.params[name := str(source.meta["param"])].kind in kept:
+            yield name
+        todo += [n for n in source.all_input_nodes if kind[n] in (LIGHT, CONSTANT)]
 
 
 def _merged(units: list[Layer]) -> list[Layer]:
@@ -92,16 +96,31 @@ def _numbered(units: list[Layer]) -> list[Layer]:
     return units
 
 
-def _first_number(path: str) -> str:
+def _first_number(path: str, read: set[str]) -> str:
     parts = path.split(".")
     at = next((i for i, p in enumerate(parts) if p.isdigit()), len(parts))
     return ".".join(parts[: at + 1])
 
 
-def _last_number(path: str) -> str:
+def _last_number(path: str, read: set[str]) -> str:
     parts = path.split(".")
     at = max((i for i, p in enumerate(parts) if p.isdigit()), default=len(parts))
     return ".".join(parts[: at + 1])
+
+
+def _module(path: str, read: set[str]) -> str:
+    return path
+
+
+def _reads(path: str, read: set[str]) -> tuple[str, frozenset[str]]:
+    return path, frozenset(read)
+
+
+PARAMETERS, BUFFERS = ("parameter",), ("parameter", "buffer")
+_GRAINS: tuple[tuple[Grain, tuple[str, ...]], ...] = (
+    (_first_number, PARAMETERS), (_last_number, PARAMETERS), (_module, PARAMETERS), (_reads, PARAMETERS),
+    (_reads, BUFFERS),
+)  # fmt: skip
 
 
 def place_early(program: Program) -> None:

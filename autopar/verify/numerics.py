@@ -10,18 +10,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.compile import Variant, only_loss
+from autopar.cost.hardware import load
 from autopar.emit.across import Across
 from autopar.emit.module import ParallelModule
 from autopar.emit.params import Place, initialise
 from autopar.errors import AutoparError
 from autopar.ir.evaluate import evaluate
-from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.base import Context
-from autopar.passes.choices import passes_of
-from autopar.passes.pipeline import run
-from autopar.passes.zero import Zero
+from autopar.passes.planned import Planned, plan
 from autopar.runtime.random import Streams
 from autopar.runtime.simulate import device_mesh, run_ranks
 from autopar.solve.batch import settle_outputs
@@ -113,10 +111,6 @@ class _Bench:
 
     def __init__(self, model, sizes, args, kwargs, loss, batch_dims, strategy, fp64):  # type: ignore[no-untyped-def]
         self.sizes, self.strategy = sizes, strategy
-        self.passes = [
-            replace(p, precision="fp32") if isinstance(p, Zero) else p for p in passes_of(strategy, sizes, 0)
-        ]
-        self.local = next((i for i, p in enumerate(self.passes) if p.name == "localize"), len(self.passes))
         structure, self.inputs = Structure.of(model, args, kwargs)
         self.dims = batch_dims_of(structure, self.inputs, batch_dims)
         total = next((t.shape[d] for t, d in zip(self.inputs, self.dims) if d is not None), sizes.data_size)
@@ -127,8 +121,6 @@ class _Bench:
         )
         self.plain.program = settle_outputs(self.plain.program)
         self.notes = [*self.plain.notes]
-        if (strategy.microbatches or 1) > 1:
-            self.notes.append("microbatches are not part of this comparison: a step runs on all rows at once")
         self.model = copied(model)
         self.faithful = self._trace_errors(structure, loss)
         self.traced = quiet(self.plain)
@@ -139,9 +131,6 @@ class _Bench:
             why = f"mesh {sizes}: the model has no loss, and only a training step of a pipeline has gradients"
             raise AutoparError("no-loss", why, "pass loss= to verify, or labels")
         self.structure = structure
-        self.pinned: dict[str, Layout] = {}
-        self.stages: dict[str, tuple[int, ...]] = {}
-        self.pinned_mesh: Mesh | None = None
 
     def cut(self, index: int) -> list[Tensor]:
         """The inputs of data rank ``index``."""
@@ -189,35 +178,35 @@ class _Bench:
     def report(self, tolerance: float) -> Report:
         """Run and compare."""
         want = self.reference()
-        programs = {only: self.plan(only) for only in (True, False)}
-        local = [self.lower(rank, programs) for rank in range(self.sizes.world)]
-        for only in programs:
-            check_order(p[only] for p in local)
-        found = run_ranks(self.sizes, lambda rank: self.rank(rank, programs, local[rank]))
+        plans = self.plans()
+        local = [{only: self.lower(plan, rank) for only, plan in plans.items()} for rank in range(self.sizes.world)]
+        for only in plans:
+            check_order(variants[only].program for variants in local)
+            check_order(p for variants in local if (p := variants[only].prologue) is not None)
+        found = run_ranks(self.sizes, lambda rank: self.rank(rank, local[rank]))
         errors: dict[str, float] = {}
         largest = max(
             (float(g.abs().max()) for n, g in want.items() if n.startswith("grad.") and g is not None), default=0.0
         )
         for rank, got in enumerate(found):
             for name, value in got.items():
-                expected = self.expected(name, want[name], rank)
+                expected = self.expected(name, want[name.removeprefix("step.")], rank)
                 least = NOISE * largest if name.startswith("grad.") else 0.0
                 errors[name] = max(errors.get(name, 0.0), relative(value, expected, least))
         missing = [n for n in want if n not in errors]
         errors.update(dict.fromkeys(missing, float("inf")))
         return Report({**errors, **self.faithful}, tolerance, str(self.sizes), self.notes)
 
-    def plan(self, loss_only: bool) -> Program:
-        """The program of all ranks, before ``localize``."""
-        program = only_loss(self.traced.program) if loss_only else self.traced.program
-        context = Context(strict=self.strategy.strict)
-        if not loss_only:
-            context.pinned, context.mesh, context.stages = self.pinned, self.pinned_mesh, self.stages
-        planned = run(program, self.passes[: self.local], context)
-        self.pinned_mesh = planned.mesh
-        self.stages = {n: p.stages for n, p in planned.params.items() if p.stages}
-        self.pinned = {n: p.layout for n, p in planned.params.items() if p.layout and p.kind != "constant"}
-        return planned
+    def plans(self) -> dict[bool, Planned]:
+        """The programs of a training step (True) and of a call, the same on all ranks."""
+        whole, hardware = self.traced.program, load(self.strategy.hardware)
+        context = Context(hardware, strict=self.strategy.strict)
+        trains = any(o.kind == "loss" for o in whole.outputs)
+        step = plan(only_loss(whole), self.strategy, self.sizes, context, train=trains, exact=True)
+        mesh = replace(step.main.mesh, microbatches=1)
+        stages = {n: p.stages for n, p in step.main.params.items() if p.stages}
+        context = Context(hardware, step.layouts, self.strategy.strict, mesh=mesh, stages=stages)
+        return {True: step, False: plan(whole, self.strategy, self.sizes, context, train=False, exact=True)}
 
     def reference(self) -> dict[str, Tensor | None]:
         """Loss, outputs, gradients and buffers of the whole program."""
@@ -263,36 +252,33 @@ class _Bench:
             index = index * self.sizes.size(axis) + at[axis]
         return index
 
-    def lower(self, rank: int, programs: Mapping[bool, Program]) -> dict[bool, Program]:
+    def lower(self, plan: Planned, rank: int) -> Variant:
         """The rank's own programs."""
-        at = programs[True].mesh.coordinates(rank)
-        return {only: run(p, self.passes[self.local :], Context(at=at)) for only, p in programs.items()}
+        program, prologue = plan.local(Context(load(self.strategy.hardware)), lambda mesh: mesh.coordinates(rank))
+        return Variant(program, self.plain.structure, self.traced.constants, plan.programs, prologue=prologue)
 
-    def rank(
-        self, rank: int, programs: Mapping[bool, Program], local: Mapping[bool, Program]
-    ) -> dict[str, Tensor | None]:
+    def rank(self, rank: int, variants: Mapping[bool, Variant]) -> dict[str, Tensor | None]:
         """Everything that one rank computes, whole gradients included."""
-        structure = self.plain.structure
-        fixed = _Fixed(
-            {only: Variant(local[only], structure, self.traced.constants, (p,)) for only, p in programs.items()}
-        )
-        place = Place.of(programs[True].mesh, device_mesh(programs[True].mesh))
-        held = Across.of(local[False], place).held()
+        structure, program, mesh = self.plain.structure, variants[False].program, variants[True].program.mesh
+        place = Place.of(mesh, device_mesh(mesh))
+        held = Across.of(program, place).held()
         tensors = initialise(self.model, held, place, self.traced.constants)
-        pm = ParallelModule(fixed, local[False], place, tensors, {**place.axes, "rng": Streams(0)})
+        pm = ParallelModule(_Fixed(variants), program, place, tensors, {**place.axes, "rng": Streams(0)})
         pm.train(self.model.training)
         args, kwargs = structure.unflatten(self.cut(self.data_rank(rank)))
-        has_loss = any(o.kind == "loss" for o in local[True].outputs)
+        has_loss = any(o.kind == "loss" for o in program.outputs)
         before = {n: b.detach().clone() for n, b in pm.named_buffers()}
         with torch.enable_grad():
             out = self.collect(
-                local[False], pm._run(args, kwargs, loss_only=False)[1], pm.full_gradients, backward=not has_loss
+                program, pm._run(args, kwargs, loss_only=False)[1], pm.full_gradients, backward=not has_loss
             )
             if has_loss:
                 for n, b in pm.named_buffers():
                     b.copy_(before[n])
                 out["loss"] = pm.train_step(*args, **kwargs)
                 out |= {f"grad.{n}": g for n, g in pm.full_gradients().items()}
+                moved = {o.name for o in program.outputs if o.kind == "buffer"}
+                out |= {f"step.buffer.{n}": b for n, b in pm.named_buffers() if n in moved}
         trainable = {f"grad.{n}" for n, p in pm.named_parameters() if p.requires_grad}
         return {n: t for n, t in out.items() if not n.startswith("grad.") or n in trainable}
 

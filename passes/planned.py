@@ -1,0 +1,100 @@
+"""A program for one way of calling a model: planned alike on all ranks, then lowered for each."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from autopar.errors import AutoparError
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import TIME, Mesh
+from autopar.ir.program import Program
+from autopar.passes.base import Context, Pass
+from autopar.passes.choices import microbatches_of, passes_of
+from autopar.passes.microbatch import microbatch
+from autopar.passes.pipeline import Record, run
+from autopar.passes.zero import Zero
+from autopar.strategy import Strategy
+
+EARLY = "data-parallel,expert-parallel,reshard"  # of a prologue, which reads no parameter
+Coordinates = Callable[[Mesh], Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Programs before ``localize``, equal on all ranks.
+
+    Args:
+        main: of a call, or of each microbatch of a training step.
+        prologue: what a step in microbatches computes once, from all rows.
+        rest: the passes that are left for ``main``.
+    """
+
+    main: Program
+    prologue: Program | None
+    rest: tuple[Pass, ...]
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """All of them, in the order in which they run."""
+        return (self.main,) if self.prologue is None else (self.prologue, self.main)
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """What each parameter and buffer is on the axes of the mesh."""
+        return {
+            name: Layout(tuple((axis, kind) for axis, kind in param.layout.types if axis != TIME))
+            for name, param in self.main.params.items()
+            if param.layout is not None and param.kind != "constant"
+        }
+
+    def local(
+        self, context: Context, at: Coordinates, records: list[Record] | None = None
+    ) -> tuple[Program, Program | None]:
+        """The main program and the prologue of one rank, whose coordinates on a mesh ``at`` gives."""
+        before = None
+        if self.prologue is not None:
+            before = run(self.prologue, "localize", Context(context.hardware, at=at(self.prologue.mesh)))
+        context.at = at(self.main.mesh)
+        return run(self.main, self.rest, context, records=records), before
+
+
+def plan(
+    program: Program, strategy: Strategy, mesh: Mesh, context: Context, *, train: bool, exact: bool = False,
+    records: list[Record] | None = None,
+) -> Planned:  # fmt: skip
+    """Run the strategy's passes up to ``localize`` on a trace.
+
+    Args:
+        train: whether it is a training step, which may run in microbatches: as many as the user chose, or one, where
+            the user chose none and they are coupled.
+        exact: compute in the parameters' own dtypes, whatever the precision of the strategy.
+    """
+    if not train:
+        return _planned(program, strategy, mesh, context, 0, exact, records)
+    steps, notes = microbatches_of(strategy, program)
+    try:
+        return _planned(_noted(program, notes), strategy, mesh, context, steps, exact, records)
+    except AutoparError as error:
+        if error.slug != "batch-coupled-loss" or strategy.microbatches is not None:
+            raise
+        program = _noted(program, (f"1 microbatch: {error.message}",))
+        return _planned(program, strategy, mesh, context, 1, exact, records)
+
+
+def _planned(
+    program: Program, strategy: Strategy, mesh: Mesh, context: Context, steps: int, exact: bool,
+    records: list[Record] | None,
+) -> Planned:  # fmt: skip
+    prologue = None
+    if steps > 1:
+        split = microbatch(program, steps, context)
+        program, prologue = split.main, split.prologue
+    before = None if prologue is None else run(prologue, EARLY, Context(context.hardware))
+    passes = passes_of(strategy, mesh, steps)
+    if exact:
+        passes = tuple(replace(p, precision="fp32") if isinstance(p, Zero) else p for p in passes)
+    local = next((i for i, p in enumerate(passes) if p.name == "localize"), len(passes))
+    return Planned(run(program, passes[:local], context, records=records), before, passes[local:])
+
+
+def _noted(program: Program, notes: tuple[str, ...]) -> Program:
+    return replace(program, notes=(*program.notes, *notes))
