@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autopar.auto import decided, wants
 from autopar.checkpoint.live import Peers
 from autopar.checkpoint.safetensors import Weights, read_or_make
 from autopar.compile import Compiler, Variant, uncollected
@@ -20,7 +21,6 @@ from autopar.emit.params import Place, initialise
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Param
-from autopar.planner import accelerator, choose
 from autopar.runtime.agreement import Agreement
 from autopar.runtime.heartbeat import PATIENCE, guard, start
 from autopar.runtime.random import Streams
@@ -31,7 +31,7 @@ from autopar.trace.blueprint import blueprint
 @uncollected()
 def parallelize(
     model: nn.Module,
-    mesh: DeviceMesh | str | Mapping[str, int],
+    mesh: DeviceMesh | str | Mapping[str, int] | int | None = None,
     args: tuple[Any, ...] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -47,15 +47,18 @@ def parallelize(
 
     Args:
         model: any module; it is read, never changed. Its weights may be on the meta device.
-        mesh: a DeviceMesh with axis names among pp, dp, ep, cp, tp, or sizes
-            by axis as text, "dp=2,tp=4", or as a dict.
+        mesh: a DeviceMesh with axis names among pp, dp, ep, cp, tp, or sizes by axis as text, "dp=2,tp=4", or as a
+            dict. With strategy="auto" also None or their number for all processes, a DeviceMesh of one dim, or sizes of
+            some axes, to which the others are chosen.
         args, kwargs: this rank's example inputs, as in ``torch.export``; the model's own ``dummy_inputs`` where
             absent; a model without them is compiled at its first call.
         loss: from the model's output to a scalar; by default the output's ``loss``, or a scalar output.
         batch_dims: batch dim of each input by dotted name or in order; by default dim 0 of all as long as the first, as
             found at the first call that has the input.
-        strategy: a Strategy, its text, or "auto": the fastest that ``plan`` finds for the devices of ``mesh``, whose
-            axes are then chosen too.
+        strategy: a Strategy, its text, or "auto": axes and strategy that ``plan`` finds fastest among those that fit and
+            compile, for a global batch of the example's rows on every process (on every data rank where ``mesh`` says
+            all axes). Fields behind it are kept: "auto,zero=3". ``pm.plan`` says what was chosen and why; data ranks
+            then share the rows of that batch.
         seed: of random streams (dropout), and of initial weights that are on the meta device.
         device: where this rank's shards are put, by default the mesh's; "meta" allocates nothing.
         weights: a folder of safetensors files from which each rank reads its own slices, instead of the model's values.
@@ -65,9 +68,11 @@ def parallelize(
     Raises:
         AutoparError: with a slug, before any collective but an exchange of hashes and row counts.
     """
-    if strategy == "auto":
-        ranks = mesh.size() if isinstance(mesh, DeviceMesh) else resolve(mesh, "cpu")[0].world
-        mesh, strategy = choose(model, ranks, args, kwargs, loss=loss, hardware=accelerator())
+    decision = None
+    if wants(strategy):
+        decision, (args, kwargs) = decided(model, mesh, example_of(model, args, kwargs), str(strategy), loss)
+        mesh = mesh if isinstance(mesh, DeviceMesh) and mesh.ndim > 1 else decision.mesh
+        strategy = decision.strategy
     strategy = Strategy.of(strategy)
     sizes, over = resolve(mesh, next((p.device.type for p in model.parameters()), "cpu"))
     agreement = Agreement.over(sizes, tuple(over.mesh.flatten().tolist()) if over is not None else (0,))
@@ -90,6 +95,8 @@ def parallelize(
         compiler.model = hollow or blueprint(model)
         module = ParallelModule(compiler, first.program, place, tensors, {**place.axes, "rng": Streams(seed)})
         module._heart = heart
+        if decision is not None:
+            module.__dict__["plan"] = decision
         mirror(module, model)
         tree = module._skeleton.root  # not the module: it holds the compiler, and groups end with the last reference
         compiler.modes = lambda: {n: m.training for n, m in tree.named_modules()}
@@ -140,8 +147,12 @@ def mirror(module: ParallelModule, model: nn.Module) -> None:
         here.__dict__["_compiled"] = settings_of(original) - vars(here).keys() - set(dir(type(here)))
 
 
-def resolve(mesh: DeviceMesh | str | Mapping[str, int], device: str) -> tuple[Mesh, DeviceMesh | None]:
+def resolve(
+    mesh: DeviceMesh | str | Mapping[str, int] | int | None, device: str
+) -> tuple[Mesh, DeviceMesh | None]:
     """The mesh's sizes, and its DeviceMesh (None for one rank alone). Raises AutoparError ``bad-mesh``."""
+    if mesh is None or isinstance(mesh, int):
+        raise AutoparError("bad-mesh", f"mesh {mesh} names no axes", 'write "dp=2,tp=4", or strategy="auto"')
     if isinstance(mesh, DeviceMesh):
         names = mesh.mesh_dim_names or ()
         if not names:

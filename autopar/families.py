@@ -15,10 +15,12 @@ from autopar.ir import ops
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.base import Context
+from autopar.passes.microbatch import microbatch
 from autopar.passes.pipeline import parse, run
 from autopar.solve.batch import settle_outputs
 from autopar.strategy import Strategy
 
+WAYS = 4  # data ranks of the example
 LONGEST = 4096  # positions of the example: closed forms hold for any number
 
 
@@ -49,6 +51,16 @@ class Example:
         whole = all(t.ndim == 2 and not t.is_floating_point() for t in tensors if t.shape[0] == rows)
         positions = lengths.pop() if whole and len(lengths) == 1 else None
         return Example(tuple(args), kwargs, rows, positions if positions and positions > 1 else None)
+
+    def with_rows(self, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs with so many rows, as zeros where they change."""
+
+        def resize(x: Any) -> Any:
+            fits = not isinstance(x, Tensor) or not x.ndim or x.shape[0] != self.rows or rows == self.rows
+            return x if fits else x.new_zeros((rows, *x.shape[1:]))
+
+        args, kwargs = tree_map(resize, (self.args, dict(self.kwargs)))
+        return args, kwargs
 
     def sized(self, primes: Primes) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs of one of two data ranks with ``primes`` rows, and twice its positions."""
@@ -86,32 +98,39 @@ def families(
     primes = Primes.apart(sizes, longest)
     strategy = Strategy(precision=precision)
 
-    def trace(primes: Primes) -> Program:
-        mesh = Mesh.of(dict.fromkeys((*primes.data, "tp"), 2))
-        traced = trace_in(
-            precision_of(strategy), model, *example.sized(primes), mesh=mesh, loss=loss, train=model.training
-        )
-        return only_loss(settle_outputs(traced.program))
-
     with uncollected():
-        program = trace(primes)
+        mesh, primes = Mesh.of({"dp": WAYS, "tp": 2}), replace(primes, ways=WAYS)
+        inputs = example.sized(primes)
+        traced = trace_in(precision_of(strategy), model, *inputs, mesh=mesh, loss=loss, train=model.training)
+        program = only_loss(settle_outputs(traced.program))
         if any(n.target is ops.experts for _, graph in program.graphs() for n in graph.nodes):
             primes = replace(primes, data=("dp", "ep"))
-            program = trace(primes)
-        context = Context(hardware or load("h100"))
+            program = replace(program, mesh=Mesh.of({"dp": WAYS // 2, "ep": 2, "tp": 2}))
+        context = Context(hardware or load(strategy.hardware))
+        parts = _in_parts(program, primes, context)
         out = {}
-        for sequence in (False, True) if example.positions else (False,):
+        for sequence in (False, True) if primes.positions is not None else (False,):
             lowered = _lowered(program, sequence, context)
-            if lowered is not None:
-                for fused, regather in styles:
-                    made = family(lowered, primes, sequence=sequence, fused=fused, regather=regather)
-                    out[sequence, (fused, regather)] = made
+            for fused, regather in styles if lowered is not None else ():
+                made = family(lowered, primes, sequence=sequence, fused=fused, regather=regather, parts=parts)
+                out[sequence, (fused, regather)] = made
         if not any(not sequence for sequence, _ in out):
             alone = run(program, parse("data-parallel,expert-parallel,reshard"), context)
             for fused, regather in styles:
-                made = family(alone, primes, fused=fused, regather=regather)
+                made = family(alone, primes, fused=fused, regather=regather, parts=parts)
                 out[False, (fused, regather)] = _only_data(made)
     return out
+
+
+def _in_parts(program: Program, primes: Primes, context: Context) -> bool:
+    """Whether a step can run in microbatches: nothing that depends on parameters couples rows."""
+    try:
+        microbatch(program, primes.rows, context)
+    except AutoparError as error:
+        if error.slug != "batch-coupled-loss":
+            raise
+        return False
+    return True
 
 
 def _lowered(program: Program, sequence: bool, context: Context) -> Program | None:
@@ -127,6 +146,4 @@ def _lowered(program: Program, sequence: bool, context: Context) -> Program | No
 
 def _only_data(made: Family) -> Family:
     """A family that allows no tensor ranks: a prime that divides no larger size."""
-    return Family(
-        made.sequence, made.units, made.order, {**made.divisors, "tp": frozenset({1})}, made.tied, made.length
-    )
+    return replace(made, divisors={**made.divisors, "tp": frozenset({1})})

@@ -1,7 +1,7 @@
 """plan: the strategies for a model on a cluster, ranked by predicted time, within memory."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,13 @@ from autopar.cost.memory import Widths
 from autopar.cost.regime import Regime
 from autopar.cost.search import Found, search
 from autopar.cost.space import Space
+from autopar.cost.step import SCHEDULES
 from autopar.cost.table import size
 from autopar.errors import AutoparError
 from autopar.families import Example, families
+from autopar.ir.mesh import KNOWN_AXES, Mesh
 from autopar.plans import Plan, Plans
+from autopar.strategy import Strategy
 
 USABLE = 0.92  # of a device's memory: what is left by its context, the allocator and libraries
 
@@ -32,7 +35,9 @@ def plan(
     sequence: int | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     precision: str = "bf16",
-    axes: tuple[str, ...] = ("pp", "dp", "ep", "cp", "tp"),
+    axes: tuple[str, ...] = KNOWN_AXES,
+    mesh: Mapping[str, int] | str | None = None,
+    strategy: Strategy | str | None = None,
     count: int = 10,
 ) -> Plans:
     """The fastest strategies that fit, best first. Allocates no model: it may lie on the meta device.
@@ -42,6 +47,8 @@ def plan(
         args, kwargs: example inputs; their rows and positions do not matter where ``batch`` and ``sequence`` are given.
         batch: rows of the global batch; by default four for each device. sequence: positions of a row.
         precision: as ``Strategy.precision``. axes: mesh axes that may have several ranks. count: plans to return.
+        mesh: axes whose sizes are decided, as ``tp=8``; the others are chosen. strategy: fields that are decided; those
+            at their default are chosen.
 
     Raises AutoparError ``unknown-hardware``, ``bad-cluster``, ``input-structure``, and what tracing raises.
     """
@@ -52,9 +59,34 @@ def plan(
     made = families(model, args, kwargs or {}, hardware=machine, loss=loss, precision=precision)
     forms = [Forms(f) for f in made.values()]
     positions = sequence or example.positions or 1
-    space = Space(machine.ranks, machine.node, batch or 4 * machine.ranks, positions, axes)
+    fixed = _fixed(mesh, machine.ranks)
+    space = Space(
+        machine.ranks, machine.node, batch or 4 * machine.ranks, positions, axes, fixed=fixed, given=decided(strategy)
+    )
     regime = regime_of(model, precision)
     return planned(forms, machine, space, regime, count)
+
+
+def _fixed(mesh: Mapping[str, int] | str | None, ranks: int) -> tuple[tuple[str, int], ...]:
+    """The axes that are decided. Raises AutoparError ``bad-mesh`` where they do not divide the devices."""
+    sizes = Mesh.parse(mesh) if isinstance(mesh, str) else Mesh.of(mesh or {})
+    if ranks % sizes.world:
+        raise AutoparError("bad-mesh", f"mesh {sizes} does not divide {ranks} devices", "axes whose product divides it")
+    return sizes.axes
+
+
+def decided(strategy: Strategy | str | None) -> tuple[tuple[str, Any], ...]:
+    """The fields of a strategy that a search keeps as they are: those that are not at their default."""
+    chosen = Strategy.of(strategy)
+    given = {f.name: getattr(chosen, f.name) for f in fields(Strategy) if getattr(chosen, f.name) != f.default}
+    for name in ("stages", "passes"):
+        if name in given:
+            raise AutoparError("bad-strategy", f"{name} of a plan cannot be given", f"leave out {name}, or do not plan")
+    wrong = given.get("context_parallel") not in (None, "ring", "ulysses")
+    if wrong or given.get("schedule", "1f1b") not in SCHEDULES:
+        known = f"context_parallel: ring, ulysses; schedule: {', '.join(SCHEDULES)}"
+        raise AutoparError("bad-strategy", f"{chosen} has no price", known)
+    return tuple(given.items())
 
 
 def planned(forms: list[Forms], machine: Hardware, space: Space, regime: Regime, count: int) -> Plans:
@@ -66,9 +98,9 @@ def planned(forms: list[Forms], machine: Hardware, space: Space, regime: Regime,
     def wrap(options: list[Any]) -> tuple[Plan, ...]:
         return tuple(Plan(o, machine, tokens, found) for o in options)
 
-    best = found.best(count)
+    best = list(found.ranked[:count])
     hint = "" if best else _hint(found, forms, machine, space, regime)
-    return Plans(wrap(best), wrap(found.front()), found, hint)
+    return Plans(wrap(best), wrap(list(found.front)), found, hint)
 
 
 def regime_of(model: nn.Module, precision: str) -> Regime:
@@ -92,7 +124,7 @@ def accelerator() -> str:
 
 def _hint(found: Found, forms: list[Forms], machine: Hardware, space: Space, regime: Regime) -> str:
     """What is over by how much, and the first of a few changes that fits."""
-    least = found.smallest()
+    least = found.least
     if not least:
         return f"no mesh of {space.ranks} devices divides the model and a batch of {space.batch}; change --batch"
     kind = max(least[0].memory, key=lambda k: least[0].memory[k])
@@ -102,7 +134,7 @@ def _hint(found: Found, forms: list[Forms], machine: Hardware, space: Space, reg
         f"({kind} {size(least[0].memory[kind])}): {least[0].mesh} {least[0].strategy}"
     )
     for words, changed in _relaxed(space):
-        if search(forms, machine, changed, regime, found.limit).best(1):
+        if search(forms, machine, changed, regime, found.limit).ranked:
             return f"{text}\nfits with {words}"
     return f"{text}\nneither 16 times the devices nor a sixteenth of the sequence fits"
 
@@ -116,28 +148,3 @@ def _relaxed(space: Space) -> list[tuple[str, Space]]:
         more = replace(space, ranks=space.ranks * factor, batch=max(space.batch, space.ranks * factor))
         out.append((f"{space.ranks * factor} devices", more))
     return out
-
-
-def choose(
-    model: nn.Module,
-    ranks: int,
-    args: tuple[Any, ...] | None,
-    kwargs: Mapping[str, Any] | None,
-    *,
-    loss: Callable[[Any], Tensor] | None = None,
-    hardware: str = "cpu",
-) -> tuple[str, str]:
-    """(mesh, strategy) as text: the fastest plan that this version runs, on ``ranks`` devices with these rows each.
-
-    Every rank finds the same. Raises AutoparError ``nothing-fits``, or ``input-structure`` without example inputs.
-    """
-    if args is None and kwargs is None:
-        raise AutoparError("input-structure", 'strategy="auto" without example inputs', "give args= or kwargs=")
-    example = Example.of(args or (), kwargs or {})
-    plans = plan(
-        model, f"{hardware}x{ranks}", args or (), kwargs, batch=example.rows * ranks, loss=loss, precision="fp32",
-        axes=("dp", "tp"), count=1,
-    )  # fmt: skip
-    if not plans:
-        raise AutoparError("nothing-fits", plans.hint, "more devices, fewer rows or shorter ones")
-    return plans[0].mesh, plans[0].strategy

@@ -10,10 +10,9 @@ import torch
 from rich.console import Console
 from rich.table import Table as Grid
 
-from autopar.cost.forms import POLICIES
 from autopar.cost.hardware import Hardware
-from autopar.cost.search import Found, Option, Table
-from autopar.cost.step import ORDER, SCHEDULES
+from autopar.cost.neighbours import neighbours
+from autopar.cost.search import Found, Option
 from autopar.cost.table import duration, size
 
 
@@ -67,15 +66,8 @@ class Plan:
         return self.option.flops / (self.seconds * self.ranks * self.hardware.flops_per_second(torch.bfloat16))
 
     def neighbours(self) -> list[tuple[str, Option]]:
-        """For each single change (one field, or one factor moved between two axes) the best such option."""
-        best: dict[str, Option] = {}
-        for table in self.found.tables:
-            for change, i in _changes(self.option, table):
-                option = table.option(i)
-                known = best.get(change)
-                if known is None or _order(option, self.found.limit) < _order(known, self.found.limit):
-                    best[change] = option
-        return sorted(best.items(), key=lambda item: (_order(item[1], self.found.limit), item[0]))
+        """For each single change (one field, or one factor of two moved between two axes) the best such option."""
+        return neighbours(self.option, self.found.question)
 
     def why(self, other: Option) -> str:
         """Why another option is worse: what is over, or which parts of the step are longer."""
@@ -170,43 +162,3 @@ def _parts(a: Option, b: Option) -> Iterator[tuple[str, float, float]]:
     left, right = dict(_step(a)), dict(_step(b))
     for name in dict.fromkeys((*left, *right)):
         yield name, left.get(name, 0.0), right.get(name, 0.0)
-
-
-def _order(option: Option, limit: float) -> tuple[bool, float, float, object]:
-    fits = option.peak <= limit
-    return not fits, option.seconds if fits else option.peak, option.peak, option.key()
-
-
-def _changes(option: Option, table: Table) -> Iterator[tuple[str, int]]:
-    """(what changed, row) of the rows that differ from the option in one respect."""
-    c, s = table.candidates, option.sizes
-    moved = np.stack([c.sizes[a] != s[a] for a in ORDER])
-    cp = np.where(c.ulysses == 1, "ulysses", "ring") == (option.context or "ring")
-    same = {
-        "sequence parallelism": np.full(len(c), table.forms.family.sequence == option.sequence),
-        "rows of a microbatch": c.rows == option.rows,
-        "ZeRO": (c.zero == option.zero) & (c.shard == option.shard),
-        "recompute": c.recompute == POLICIES.index(option.recompute),
-        "schedule": (c.schedule == SCHEDULES.index(option.schedule)) & (c.virtual == option.virtual),
-        "offload": c.offload == option.offload,
-        "context kind": cp | (s["cp"] == 1),
-        "placement": np.full(len(c), c.order == option.order),
-    }
-    stay = ~moved.any(axis=0)
-    different = np.sum([~v for v in same.values()], axis=0)
-    for name, equal in same.items():
-        for i in _few(np.flatnonzero(stay & ~equal & (different == 1)), table):
-            yield name, i
-    pair = (moved.sum(axis=0) == 2) & (different == 0)
-    for i in map(int, np.flatnonzero(pair)):
-        up = next(a for a in ORDER if c.sizes[a][i] > s[a])
-        down = next((a for a in ORDER if c.sizes[a][i] < s[a]), "")
-        if c.sizes[up][i] == 2 * s[up]:
-            yield f"{down} to {up}", i
-
-
-def _few(rows: Any, table: Table) -> list[int]:
-    """The fastest and the smallest of some rows."""
-    if not len(rows):
-        return []
-    return sorted({int(rows[np.argmin(table.steps.seconds[rows])]), int(rows[np.argmin(table.peak[rows])])})

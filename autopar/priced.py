@@ -9,9 +9,9 @@ from torch import nn
 from autopar.cost import hardware as profiles
 from autopar.cost.forms import POLICIES, Forms
 from autopar.cost.hardware import Hardware
-from autopar.cost.search import Found, Table
+from autopar.cost.search import Found, Question
 from autopar.cost.space import Space
-from autopar.cost.step import ORDER, SCHEDULES, Candidates, steps
+from autopar.cost.step import ORDER, SCHEDULES, Candidates
 from autopar.errors import AutoparError
 from autopar.families import Example, families
 from autopar.ir.mesh import Mesh
@@ -69,8 +69,9 @@ def compare(
         sequential = bool(fields.get("sequence_parallel"))
         forms = next((f for f in made if f.family.sequence == sequential), made[0])
         table = candidate(Mesh.parse(mesh), fields, forms, batch, positions)
-        priced = Table(forms, table, steps(forms, machine, table, regime))
-        out.append((name, Plan(priced.option(0), machine, batch * positions, Found((priced,), limit))))
+        question = Question(tuple(made), machine, Space(machine.ranks, machine.node, batch, positions), regime, limit)
+        option = question.options(forms, table, np.zeros(1, int))[0]
+        out.append((name, Plan(option, machine, batch * positions, Found(question))))
     return out
 
 

@@ -19,6 +19,7 @@ class Strategy:
         passes: pipeline text, overriding all other fields.
         microbatches: parts of a rank's rows that a training step runs one after the other, gradients accumulating. By
             default one; with a pipeline as many as divide the rows, up to four for each stage.
+        microbatch_rows: rows of a microbatch at most, instead of their number: as few microbatches as that allows.
         schedule: in which order a pipeline runs them: "gpipe", "1f1b", "interleaved", "zero-bubble", "zbv" or
             "dualpipev". By default 1f1b, or gpipe where there are fewer microbatches than stages.
         virtual_stages: stages that each rank of a pipeline runs; by default those that the schedule needs.
@@ -48,6 +49,7 @@ class Strategy:
     passes: str | None = None
     hardware: str = "h100"
     microbatches: int | None = None
+    microbatch_rows: int | None = None
     zero: int = 0
     zero_shard_size: int | None = None
     prefetch: int | None = None
@@ -63,7 +65,9 @@ class Strategy:
     expert_capacity: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("microbatches", "virtual_stages"):
+        if self.microbatches is not None and self.microbatch_rows is not None:
+            raise AutoparError("bad-strategy", "microbatches and microbatch_rows are both given", "give one of them")
+        for name in ("microbatches", "microbatch_rows", "virtual_stages"):
             if (getattr(self, name) or 1) < 1 or getattr(self, name) == 0:
                 raise AutoparError("bad-strategy", f"{name} is {getattr(self, name)}", "at least 1")
         if self.outputs not in ("every", "last"):

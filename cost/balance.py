@@ -9,6 +9,7 @@ move improves (``cost.coupled``).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -135,44 +136,53 @@ def _brief(names: Sequence[str]) -> str:
     return ", ".join(names if len(names) <= 12 else (*names[:8], "...", *names[-3:]))
 
 
+@cache
+def even_starts(seconds: tuple[float, ...], stages: int) -> tuple[int, ...]:
+    """The first of the units of each stage, whose slowest is fastest, then those whose sum of squares is least."""
+    tables = [_sums(seconds, range(len(seconds) + 1))] * stages
+    return _even(tables, least_maximum(tables))
+
+
+def _even(tables: Sequence[Matrix], most: float) -> tuple[int, ...]:
+    """The cut with the least sum of squares among those whose stages have ``most`` at most."""
+    parts = [np.round(np.square(table / (most or 1.0)), DIGITS) for table in tables]
+    starts = least_sum([np.where(t <= most * SLACK, part, np.inf) for t, part in zip(tables, parts)])
+    assert starts is not None
+    return starts
+
+
+def _sums(values: Sequence[float], places: Sequence[int]) -> Matrix:
+    """The sum of the values between two places; infinity where the second does not lie behind the first."""
+    total = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])[list(places)]
+    return np.where(np.triu(np.ones((len(total),) * 2), 1) > 0, total[None, :] - total[:, None], np.inf)
+
+
 class _Problem:
     """Tables by (first place, place behind the last one) of a stage: seconds, bytes of states and of a microbatch."""
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule, limit: float | None) -> None:
         self.schedule, self.limit, self.units = schedule, limit, units
         self.places = [0, *(i for i, u in enumerate(units) if i and u.starts), len(units)]
-        self.seconds = self._sums([u.seconds for u in units])
-        self.states = self._sums([u.states for u in units])
-        self.activations = self._sums([u.activations for u in units])
+        self.seconds = _sums([u.seconds for u in units], self.places)
+        self.states = _sums([u.states for u in units], self.places)
+        self.activations = _sums([u.activations for u in units], self.places)
         alone = [self.states + n * self.activations for n in in_flight(schedule)]
         self.bytes = [np.where(self.seconds < np.inf, table, np.inf) for table in alone]
-
-    def _sums(self, values: Sequence[float]) -> Matrix:
-        """The sum of the values between two places; infinity where the second does not lie behind the first."""
-        total = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])[self.places]
-        return np.where(np.triu(np.ones((len(total),) * 2), 1) > 0, total[None, :] - total[:, None], np.inf)
 
     def solve(self) -> tuple[int, ...]:
         """The first unit of each stage. Raises AutoparError ``stage-memory``."""
         limit = np.inf if self.limit is None else self.limit * SLACK
         tables = [np.where(table <= limit, self.seconds, np.inf) for table in self.bytes]
         slowest = least_maximum(tables)
-        starts = self._even(tables, slowest) if slowest < np.inf else None
+        starts = _even(tables, slowest) if slowest < np.inf else None
         if starts is None:
-            raise self._too_large(self._even(self.bytes, least_maximum(self.bytes)))
+            raise self._too_large(_even(self.bytes, least_maximum(self.bytes)))
         if max(self._cut(starts).bytes) > limit:
             starts = self._coupled(starts, slowest)
         return self._cut(starts).starts
 
     def _cut(self, starts: Sequence[int]) -> Balance:
         return Balance(tuple(self.units), self.schedule, tuple(self.places[i] for i in starts))
-
-    def _even(self, tables: Sequence[Matrix], most: float) -> tuple[int, ...]:
-        """The cut with the least sum of squares among those whose stages have ``most`` at most."""
-        parts = [np.round(np.square(table / (most or 1.0)), DIGITS) for table in tables]
-        starts = least_sum([np.where(t <= most * SLACK, part, np.inf) for t, part in zip(tables, parts)])
-        assert starts is not None
-        return starts
 
     def _coupled(self, starts: tuple[int, ...], slowest: float) -> tuple[int, ...]:
         """A cut whose ranks fit, for stages that would fit alone."""
@@ -181,7 +191,7 @@ class _Problem:
         rows = [(self.schedule.stages_of(r), moment) for r in ranks for moment in occupancies(self.schedule, r)]
         tables = self.seconds / scale, self.states / self.limit, self.activations / self.limit
         program = Coupled(rows, *tables, self.schedule.stages)
-        smallest = self._even(self.bytes, least_maximum(self.bytes))
+        smallest = _even(self.bytes, least_maximum(self.bytes))
         found, score = program.best(starts, smallest)
         if score[0] > 0:
             raise self._too_large(found)

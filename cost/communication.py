@@ -125,6 +125,8 @@ def link_between(hardware: Hardware, ways: int, stride: int = 1) -> Link:
     if nodes == 1:
         return _link(inner, {c: inner.rate(c) for c in COLLECTIVES})
     rates = {c: outer.rate(c) if inside == 1 else min(inner.rate(c), inside * outer.rate(c)) for c in COLLECTIVES}
+    slowest = max((inside - 1) / inner.rate("all_to_all"), (ways - inside) / outer.rate("all_to_all"))
+    rates["all_to_all"] = (ways - 1) / slowest  # each rank reaches ranks of other nodes through its own adapter
     latency = inner.latency if inside > 1 else outer.latency
     return Link(rates, latency, outer.latency, max(inner.base, outer.base), nodes)
 

@@ -8,7 +8,7 @@ They hold wherever the layouts do: ``Family.allows``.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 from torch import fx
@@ -34,11 +34,16 @@ AXES = axis_sizes(KNOWN_AXES)
 
 @dataclass(frozen=True)
 class Primes:
-    """Sizes by which batch and sequence are known: the example has twice as many rows and positions."""
+    """Sizes by which batch and sequence are known: the example has twice as many positions, and rows on each data rank.
+
+    Args:
+        data: axes that carry data. ways: data ranks of the example.
+    """
 
     rows: int
     positions: int | None = None
     data: tuple[str, ...] = ("dp",)
+    ways: int = 2
 
     @staticmethod
     def apart(sizes: Iterable[int], longest: int | None) -> "Primes":
@@ -62,7 +67,7 @@ class Primes:
         near = length - 2 * (self.positions or 0)
         if self.positions and near in (-1, 1):
             return POSITIONS + near
-        rows = ROWS * product(ratio(AXES[a], 2) for a in self.data)
+        rows = ROWS * ratio(product(AXES[a] for a in self.data), self.ways)
         for prime, whole in ((self.rows, rows), (self.positions, ratio(POSITIONS, 2))):
             while prime and length and length % prime == 0:
                 length //= prime
@@ -72,13 +77,17 @@ class Primes:
 
 @dataclass(frozen=True)
 class Message:
-    """A collective of one unit on one mesh axis: bytes of the whole value; ``again``: a repeated gather."""
+    """A collective of one unit on one mesh axis: bytes of the whole value; ``again``: a repeated gather.
+
+    ``calls``: how often a call of the unit issues it; what stands between two blocks counts as a part.
+    """
 
     axis: str
     collective: str
     when: str
     bytes: Number
     again: bool = False
+    calls: float = 1
 
 
 @dataclass(frozen=True)
@@ -111,6 +120,7 @@ class Family:
         sequence: whether positions are sharded over ``tp``. units: first, blocks in order of the model, last.
         order: the unit's index of each block call. divisors: by axis, lengths that its size must divide.
         tied: elements that both first and last unit hold. length: whether there are positions to shard.
+        parts: whether a step can run in microbatches.
     """
 
     sequence: bool
@@ -119,6 +129,7 @@ class Family:
     divisors: dict[str, frozenset[int]]
     tied: Number = 0
     length: bool = True
+    parts: bool = True
 
     def allows(self, axis: str, size: int) -> bool:
         """Whether the layouts hold with so many ranks along the axis."""
@@ -126,13 +137,20 @@ class Family:
 
 
 def family(
-    program: Program, primes: Primes, *, sequence: bool = False, fused: bool = False, regather: bool = False
+    program: Program,
+    primes: Primes,
+    *,
+    sequence: bool = False,
+    fused: bool = False,
+    regather: bool = False,
+    parts: bool = True,
 ) -> Family:
     """The family of a RESHARDED program whose example inputs have the sizes that ``primes`` tells of.
 
     Args:
         sequence: whether positions are sharded over tp. fused: whether pointwise chains are one kernel each.
         regather: whether activations that were gathered are kept as shards and gathered again in the backward.
+        parts: whether a step can run in microbatches.
     """
     shapes = symbolic_shapes(primes)
     names = list(program.blocks)
@@ -140,14 +158,12 @@ def family(
     kept = keeps(program, shapes, sides, fused, regather)
     parameters = _parameters(program, primes, sides)
     units = [
-        _unit(
-            name, graph, nodes, len(program.calls_of(name)) or 1, shapes, parameters[name], kept[name], fused, regather
-        )
-        for name, graph, nodes in _pieces(program, sides)
+        _unit(name, runs, len(program.calls_of(name)) or 1, shapes, parameters[name], kept[name], fused, regather)
+        for name, runs in _pieces(program, sides)
     ]
     order = tuple(1 + names.index(str(c.target)) for c in program.calls())
     tied = _tied(program, primes, sides)
-    return Family(sequence, tuple(units), order, _divisors(program), tied, primes.positions is not None)
+    return Family(sequence, tuple(units), order, _divisors(program), tied, primes.positions is not None, parts)
 
 
 def symbolic_shapes(primes: Primes) -> Shapes:
@@ -161,12 +177,17 @@ def symbolic_shapes(primes: Primes) -> Shapes:
 
 
 def sides_of(program: Program) -> dict[fx.Node, str]:
-    """``first`` or ``last`` for each node of the outer graph: before the first call of a block, or behind it."""
-    out, side = {}, FIRST
-    for node in program.graph.nodes:
-        side = LAST if node.op == "call_module" else side
+    """The unit of each node of the outer graph: ``first`` before the first call of a block, ``last`` behind the last.
+
+    What stands between two calls belongs to the block of the later one.
+    """
+    first = next(program.calls(), None)
+    out, side = {}, LAST
+    for node in reversed(program.graph.nodes):
+        if node.op == "call_module":
+            side = FIRST if node is first else str(node.target)
         out[node] = side
-    return out
+    return {node: FIRST if first is None else out[node] for node in program.graph.nodes}
 
 
 def _value(spec: Spec, layout: Layout, primes: Primes) -> Value:
@@ -174,33 +195,40 @@ def _value(spec: Spec, layout: Layout, primes: Primes) -> Value:
     return local_value(Spec(shape, spec.dtype), layout, AXES)  # type: ignore[arg-type]
 
 
-def _pieces(program: Program, sides: dict[fx.Node, str]) -> Iterator[tuple[str, fx.Graph, frozenset[fx.Node]]]:
-    outer = {side: frozenset(n for n, s in sides.items() if s == side) for side in (FIRST, LAST)}
-    yield FIRST, program.graph, outer[FIRST]
+Run = tuple[fx.Graph, frozenset[fx.Node], Number]  # a graph, some of its nodes, how often they run in one call of a unit
+
+
+def _pieces(program: Program, sides: dict[fx.Node, str]) -> Iterator[tuple[str, list[Run]]]:
+    outer: dict[str, set[fx.Node]] = defaultdict(set)
+    for node, side in sides.items():
+        outer[side].add(node)
+    yield FIRST, [(program.graph, frozenset(outer[FIRST]), 1)]
     for name, block in program.blocks.items():
-        yield name, block.graph, frozenset(block.graph.nodes)
-    yield LAST, program.graph, outer[LAST]
+        own = (block.graph, frozenset(block.graph.nodes), 1)
+        yield name, [own, (program.graph, frozenset(outer[name]), 1 / len(program.calls_of(name)))]
+    yield LAST, [(program.graph, frozenset(outer[LAST]), 1)]
 
 
 def _unit(
-    name: str, graph: fx.Graph, nodes: frozenset[fx.Node], calls: int, shapes: Shapes,
-    parameters: dict[str, Number], kept: dict[str, Number], fused: bool, regather: bool,
+    name: str, runs: list[Run], calls: int, shapes: Shapes, parameters: dict[str, Number], kept: dict[str, Number],
+    fused: bool, regather: bool,
 ) -> Unit:  # fmt: skip
-    count: dict[Kernel, int] = defaultdict(int)
-    for node, kernel in kernels(graph, shapes, fused):
-        if node in nodes:
-            count[kernel] += 1
-    messages = [
-        m for n in graph.nodes if n in nodes and n.target is ops.convert for m in _messages(n, shapes, regather)
-    ]
-    for node in graph.nodes:
-        if node in nodes and node.target is ops.experts:
-            messages += _travels(node, shapes)
-    attention = [n for n in graph.nodes if n in nodes and n.target is ops.attention]
-    heads = (sum(_bytes(n, "q", shapes) for n in attention), sum(_bytes(n, a, shapes) for n in attention for a in "kv"))
-    work = tuple((times, kernel) for kernel, times in count.items())
+    count: dict[Kernel, float] = defaultdict(int)
+    messages: dict[Message, float] = defaultdict(int)
+    heads: list[Number] = [0, 0]
+    for graph, nodes, times in runs:
+        for node, kernel in kernels(graph, shapes, fused) if nodes else ():
+            count[kernel] += times if node in nodes else 0
+        for node in nodes:
+            for message in (*_messages(node, shapes, regather), *_travels(node, shapes)):
+                messages[message] += times
+            if node.target is ops.attention:
+                heads[0] += times * _bytes(node, "q", shapes)
+                heads[1] += times * sum(_bytes(node, a, shapes) for a in "kv")
+    work = tuple((times, kernel) for kernel, times in count.items() if times)
+    sent = tuple(sorted((replace(m, calls=n) for m, n in messages.items()), key=str))
     held = {policy: kept[policy] for policy in ("none", "selective", "full")}
-    return Unit(name, calls, work, tuple(messages), parameters, held, kept["hidden"], heads)
+    return Unit(name, calls, work, sent, parameters, held, kept["hidden"], (heads[0], heads[1]))
 
 
 def _bytes(node: fx.Node, name: str, shapes: Shapes) -> Number:
@@ -210,7 +238,9 @@ def _bytes(node: fx.Node, name: str, shapes: Shapes) -> Number:
 
 
 def _messages(node: fx.Node, shapes: Shapes, regather: bool) -> Iterator[Message]:
-    """The collectives of a conversion, of the value that is whole on its axis."""
+    """The collectives of a conversion, of the value that is whole on its axis; none of other nodes."""
+    if node.target is not ops.convert:
+        return
     args = bound(node)
     axis, value = args["axis"], shapes(node)[0]
     assert value is not None
@@ -226,7 +256,7 @@ def _messages(node: fx.Node, shapes: Shapes, regather: bool) -> Iterator[Message
 
 def _travels(node: fx.Node, shapes: Shapes) -> Iterator[Message]:
     """Rows that go to their experts and come back, the same in the backward."""
-    found = experts.travel(node, shapes)
+    found = experts.travel(node, shapes) if node.target is ops.experts else None
     if found is None:
         return
     axis, *ways = found

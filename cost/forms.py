@@ -1,18 +1,20 @@
 """A family's closed forms evaluated on a grid of sizes at once, for one hardware profile."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from autopar.cost.balance import even_starts
 from autopar.cost.family import Family, Unit
 from autopar.cost.hardware import Hardware
 from autopar.cost.kernels import Kernel
 from autopar.cost.links import Links
 from autopar.cost.polynomials import Array, Polynomials
 from autopar.cost.price import BACKWARD, FORWARD
+from autopar.cost.schedule import placement
 
 Points = Mapping[str, Array]
 POLICIES = ("none", "selective", "full")
@@ -42,6 +44,18 @@ class UnitTimes:
     attention: Array
     rows: Array
 
+    def at(self, where: slice) -> "UnitTimes":
+        """Some of the points."""
+
+        def some(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: some(v) for key, v in value.items()}
+            if isinstance(value, tuple):
+                return tuple(map(some, value))
+            return value[where] if np.ndim(value) and np.shape(value)[0] > 1 else value
+
+        return UnitTimes(**{name: some(value) for name, value in vars(self).items()})
+
     @property
     def weight(self) -> Array:
         """Elements of all parameters of a call."""
@@ -58,6 +72,34 @@ class Forms:
     def units(self) -> tuple["UnitForms", ...]:
         """Of each unit, in order."""
         return tuple(UnitForms(u) for u in self.family.units)
+
+    def stages(self, ranks: int, per_rank: int, v: bool = False, even: bool = False) -> Array:
+        """[ranks, units]: how many calls of each unit a rank of a pipeline holds.
+
+        Args:
+            v: whether stages are placed back and forth. even: equally many blocks on each stage, instead of equal work.
+        """
+        chain, stages = (0, *self.family.order, len(self.units) - 1), ranks * per_rank
+        blocks = len(self.family.order)
+        if even or stages == 1 or len(chain) <= stages:
+            starts: Sequence[int] = [round(i * blocks / stages) + (i > 0) for i in range(stages)]
+        else:
+            starts = even_starts(tuple(self._work[u] for u in chain), stages)
+        out = np.zeros((ranks, len(self.units)))
+        ends = (*starts[1:], len(chain))
+        for rank, start, end in zip(placement(ranks, per_rank, v), starts, ends):
+            np.add.at(out[rank], list(chain[start:end]), 1)
+        return out
+
+    @cached_property
+    def _work(self) -> tuple[float, ...]:
+        """Flops of one call of each unit at a point of usual sizes."""
+        point: dict[str, Any] = {"b": 1.0, "s": 4096.0, "tp": 1.0, "cp": 1.0, "ep": 1.0, "dp": 1.0}
+        found = []
+        for unit in self.family.units:
+            flops = [count * (k.flops[0] + k.flops[1]) for count, k in unit.kernels if k.kind != "memory"]
+            found.append(float(Polynomials.of([sum(flops)])(point)[0]) if flops else 0.0)
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -111,9 +153,10 @@ class UnitForms:
     def _sent(self, points: Points, links: Links) -> dict[tuple[str, str], Array]:
         out: dict[tuple[str, str], Any] = {}
         for message, whole in zip(self.unit.messages, self._messages(points)):
-            if message.axis in links.axes:
-                key = message.axis, message.when
-                out[key] = out.get(key, 0) + links.seconds(message.collective, whole, message.axis)
+            also = ("cp",) if message.axis == "dp" else ()  # counts and losses, which are sums over positions, too
+            for axis in (message.axis, *also):
+                seconds = message.calls * links.seconds(message.collective, whole, axis)
+                out[axis, message.when] = out.get((axis, message.when), 0) + seconds
         return out
 
 

@@ -37,7 +37,7 @@ def terms(unit: Unit) -> dict[str, Number]:
                 out[f"{kernel.kind} flops, {part}"] += count * flops
             out[f"memory traffic, {part}"] += count * moved
     for m in unit.messages:
-        sent = collective_bytes(m.collective, m.bytes, AXES[m.axis])
+        sent = m.calls * collective_bytes(m.collective, m.bytes, AXES[m.axis])
         out[f"{m.axis} {m.collective}, {m.when}{' again' if m.again else ''}"] += sent
     for axes, elements in unit.parameters.items():
         out[f"parameters summed over {axes or 'none'}"] += elements

@@ -46,6 +46,9 @@ def collective_seconds(hardware: Hardware, collective: str, whole: Any, ways: An
     across = np.where(
         inside == 1, outer.rate(collective), np.minimum(inner.rate(collective), inside * outer.rate(collective))
     )
+    if collective == "all_to_all":  # each rank reaches ranks of other nodes through its own adapter
+        slowest = np.maximum((inside - 1) / inner.rate(collective), (ways - inside) / outer.rate(collective))
+        across = (ways - 1) / np.maximum(slowest, 1e-30)
     rate = np.where(nodes == 1, inner.rate(collective), across)
     rounds = 2 if collective == "all_reduce" else 1
     outside = rounds * (nodes - 1)

@@ -1,8 +1,9 @@
-"""The search: every family's candidates priced as grids, kept where they fit, ranked."""
+"""The search: every family's candidates priced as grids; the best, the smallest and the front are kept, and ranked."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -10,8 +11,10 @@ from autopar.cost.forms import POLICIES, Forms
 from autopar.cost.hardware import Hardware
 from autopar.cost.polynomials import Array
 from autopar.cost.regime import Regime
-from autopar.cost.space import Space, candidates
-from autopar.cost.step import ORDER, SCHEDULES, Candidates, Steps, steps
+from autopar.cost.space import Grid, Space, grids
+from autopar.cost.step import ORDER, SCHEDULES, Candidates, Group, Steps, steps, times_of
+
+KEEP = 64  # of the fastest, from which the ranking is made
 
 
 @dataclass(frozen=True)
@@ -73,91 +76,147 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Table:
-    """The candidates of one family and placement, priced."""
+class Question:
+    """All that a price depends on. ``limit``: bytes that a rank may hold."""
 
-    forms: Forms
-    candidates: Candidates
-    steps: Steps
+    forms: tuple[Forms, ...]
+    hardware: Hardware
+    space: Space
+    regime: Regime
+    limit: float
+    _known: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
-    @cached_property
-    def peak(self) -> Array:
-        """Bytes of the fullest rank of each."""
-        return self.steps.peak
+    def totals(self, forms: Forms, grid: Grid) -> tuple[Array, Array]:
+        """Seconds and bytes of a grid's candidates, in its shape; what units take is shared by grids of a placement."""
+        if self._known.get("points") is not grid.points:
+            self._known.update(points=grid.points, times=times_of(forms, self.hardware, grid.points))
+        times = [t.at(grid.part) for t in self._known["times"]]
+        found = Group(forms, self.hardware, grid.candidates, self.regime, times).totals()
+        seconds, peak = (np.broadcast_to(v, grid.legal.shape) for v in found)
+        return seconds, peak
 
-    def option(self, i: int) -> Option:
-        """One row."""
-        c, s = self.candidates, self.steps
-        sizes = {a: int(c.sizes[a][i]) for a in ORDER}
-        context = "" if sizes["cp"] == 1 else "ulysses" if c.ulysses[i] else "ring"
-        return Option(
-            sizes, c.order, self.forms.family.sequence, int(c.rows[i]), int(c.microbatches[i]), int(c.zero[i]),
-            int(c.shard[i]), POLICIES[int(c.recompute[i])], SCHEDULES[int(c.schedule[i])], int(c.virtual[i]),
-            bool(c.offload[i]), context, float(s.seconds[i]), float(s.compute[i]), float(s.bubble[i]),
-            float(s.optimizer[i]), {a: float(v[i]) for a, v in s.exposed.items() if v[i] > 0},
-            {k: float(v[i]) for k, v in s.memory.items()}, float(s.flops[i]),
-        )  # fmt: skip
+    def options(self, forms: Forms, candidates: Candidates, where: Array) -> list[Option]:
+        """Some of the candidates of a family, by flat index, in full."""
+        chosen = candidates.take(where)
+        priced = steps(forms, self.hardware, chosen, self.regime)
+        return [option_of(forms, chosen, priced, i) for i in range(len(where))]
+
+
+def option_of(forms: Forms, c: Candidates, s: Steps, i: int) -> Option:
+    """One row of priced columns."""
+    sizes = {a: int(c.sizes[a][i]) for a in ORDER}
+    context = "" if sizes["cp"] == 1 else "ulysses" if c.ulysses[i] else "ring"
+    return Option(
+        sizes, c.order, forms.family.sequence, int(c.rows[i]), int(c.microbatches[i]), int(c.zero[i]),
+        int(c.shard[i]), POLICIES[int(c.recompute[i])], SCHEDULES[int(c.schedule[i])], int(c.virtual[i]),
+        bool(c.offload[i]), context, float(s.seconds[i]), float(s.compute[i]), float(s.bubble[i]),
+        float(s.optimizer[i]), {a: float(v[i]) for a, v in s.exposed.items() if v[i] > 0},
+        {k: float(v[i]) for k, v in s.memory.items()}, float(s.flops[i]),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found. ``limit``: bytes that a rank may hold."""
+    """What a search found.
 
-    tables: tuple[Table, ...]
-    limit: float
+    Args:
+        question: what was asked. count: candidates priced. ranked: the fastest that fit, fastest first; ties by memory,
+            then by the order of their fields. front: nothing that fits is both faster and smaller, fastest first.
+        least: the one with the least memory of each grid, whether it fits or not, smallest first.
+    """
+
+    question: Question
+    count: int = 1
+    ranked: tuple[Option, ...] = ()
+    front: tuple[Option, ...] = ()
+    least: tuple[Option, ...] = ()
 
     @property
-    def count(self) -> int:
-        """Candidates priced."""
-        return sum(len(t.candidates) for t in self.tables)
+    def limit(self) -> float:
+        """Bytes that a rank may hold."""
+        return self.question.limit
 
-    def best(self, count: int) -> list[Option]:
-        """The fastest that fit, fastest first; ties by memory, then by the order of their fields."""
-        return self._ranked(count, fits=True)
 
-    def smallest(self, count: int = 1) -> list[Option]:
-        """Those with the least memory, whether they fit or not."""
-        found = [t.option(i) for t in self.tables for i in np.argsort(t.peak, kind="stable")[:count]]
-        return sorted(found, key=lambda o: (o.peak, o.seconds, o.key()))[:count]
+@dataclass
+class _Kept:
+    """Places in grids with their price: (seconds, bytes, grid, flat index)."""
 
-    def _ranked(self, count: int, fits: bool) -> list[Option]:
-        found: list[Option] = []
-        for table in self.tables:
-            inside = np.flatnonzero(table.peak <= self.limit)
-            order = np.lexsort((table.peak[inside], table.steps.seconds[inside]))
-            found += [table.option(i) for i in inside[order[: 4 * count]]]
-        return sorted(found, key=lambda o: (round(o.seconds, 9), round(o.peak), o.key()))[:count]
+    question: Question
+    grids: list[tuple[Forms, Grid]] = field(default_factory=list)
+    count: int = 0
+    rows: dict[str, list[Array]] = field(default_factory=lambda: defaultdict(list))
 
-    def front(self) -> list[Option]:
-        """The Pareto front of seconds and memory: nothing that fits is both faster and smaller. Fastest first."""
-        found = [t.option(i) for t in self.tables for i in _front(t.steps.seconds, t.peak, self.limit)]
+    def add(self, forms: Forms, grid: Grid) -> None:
+        """Price a grid and keep what may be among the best of all."""
+        q = self.question
+        legal = np.flatnonzero(grid.legal)
+        seconds, peak = (v.reshape(-1)[legal] for v in q.totals(forms, grid))
+        self.count += len(legal)
+        inside = np.flatnonzero(peak <= q.limit)
+        chosen = {"best": inside, "front": inside[_front(seconds[inside], peak[inside])], "least": peak.argmin()[None]}
+        if len(inside) > KEEP:
+            last = np.partition(seconds[inside], KEEP)[KEEP]
+            chosen["best"] = inside[seconds[inside] <= last]
+        for name, at in chosen.items():
+            self.rows[name].append(np.stack([seconds[at], peak[at], np.full(len(at), len(self.grids)), legal[at]]))
+        self.grids.append((forms, grid))
+
+    def found(self) -> Found:
+        """What is best of all that was added."""
+        if not self.grids:
+            return Found(self.question, 0)
+        best, front, least = (np.concatenate(self.rows[n], axis=1) for n in ("best", "front", "least"))
+        best = best[:, np.lexsort((best[1], best[0]))][:, : 4 * KEEP]
+        front = front[:, _front(front[0], front[1])]
+        ranked = sorted(self._options(best), key=lambda o: (round(o.seconds, 9), round(o.peak), o.key()))
+        small = sorted(self._options(least), key=lambda o: (o.peak, o.seconds, o.key()))
+        return Found(self.question, self.count, tuple(ranked), _unbeaten(self._options(front)), tuple(small))
+
+    def _options(self, rows: Array) -> list[Option]:
         out: list[Option] = []
-        for option in sorted(found, key=lambda o: (round(o.seconds, 9), o.peak, o.key())):
-            if not out or option.peak < out[-1].peak:
-                out.append(option)
+        for at in np.unique(rows[2]):
+            forms, grid = self.grids[int(at)]
+            out += self.question.options(forms, grid.candidates, rows[3][rows[2] == at].astype(int))
         return out
 
 
-def search(families: Sequence[Forms], hardware: Hardware, space: Space, regime: Regime, limit: float) -> Found:
+def search(forms: Iterable[Forms], hardware: Hardware, space: Space, regime: Regime, limit: float) -> Found:
     """Price every candidate; where nothing fits, those with states in host memory too."""
-    tables = tuple(_tables(families, hardware, space, regime))
-    found = Found(tables, limit)
-    if not found.best(1) and not space.offload:
-        more = tuple(_tables(families, hardware, replace(space, offload=True), regime))
-        found = Found((*tables, *more), limit)
+    question = Question(tuple(forms), hardware, space, regime, limit)
+    found = _search(question)
+    if not found.ranked and not space.offload:
+        more = _search(replace(question, space=replace(space, offload=True)))
+        least = tuple(sorted((*found.least, *more.least), key=lambda o: (o.peak, o.seconds, o.key())))
+        found = replace(more, count=found.count + more.count, least=least)
     return found
 
 
-def _tables(families: Sequence[Forms], hardware: Hardware, space: Space, regime: Regime) -> Iterator[Table]:
-    for forms in families:
-        for table in candidates(space, forms.family):
-            yield Table(forms, table, steps(forms, hardware, table, regime))
+def _search(question: Question) -> Found:
+    kept = _Kept(question)
+    for forms, grid in every_grid(question):
+        kept.add(forms, grid)
+    return kept.found()
 
 
-def _front(seconds: Array, peak: Array, limit: float) -> list[int]:
-    """Indices of the Pareto front among those that fit."""
-    inside = np.flatnonzero(peak <= limit)
-    order = inside[np.lexsort((peak[inside], seconds[inside]))]
-    lowest = np.minimum.accumulate(peak[order]) if len(order) else peak[order]
-    keep = np.r_[True, peak[order][1:] < lowest[:-1]] if len(order) else np.zeros(0, bool)
-    return [int(i) for i in order[keep]]
+def every_grid(question: Question) -> Iterator[tuple[Forms, Grid]]:
+    """All candidates of all families."""
+    for forms in question.forms:
+        for grid in grids(question.space, forms.family):
+            yield forms, grid
+
+
+def _front(seconds: Array, peak: Array) -> Array:
+    """Indices of the Pareto front, fastest first."""
+    order = np.lexsort((peak, seconds))
+    if not len(order):
+        return order
+    lowest = np.minimum.accumulate(peak[order])
+    return order[np.r_[True, peak[order][1:] < lowest[:-1]]]
+
+
+def _unbeaten(options: Sequence[Option]) -> tuple[Option, ...]:
+    out: list[Option] = []
+    for option in sorted(options, key=lambda o: (round(o.seconds, 9), o.peak, o.key())):
+        if not out or option.peak < out[-1].peak:
+            out.append(option)
+    return tuple(out)

@@ -1,6 +1,6 @@
-"""Every strategy that a search looks at, as columns of numbers."""
+"""Every strategy that a search looks at, as columns of numbers that broadcast: sizes and rows by choices of the engine."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product as every
 from typing import Any
@@ -8,10 +8,15 @@ from typing import Any
 import numpy as np
 
 from autopar.cost.family import Family
-from autopar.cost.step import SCHEDULES, Candidates
+from autopar.cost.forms import POLICIES
+from autopar.cost.polynomials import Array
+from autopar.cost.step import ORDER, SCHEDULES, Candidates
 
-PLACEMENTS = (("pp", "dp", "ep", "cp", "tp"), ("pp", "dp", "ep", "tp", "cp"), ("dp", "pp", "ep", "cp", "tp"))
-VIRTUAL = (2, 4)
+PLACEMENTS = (ORDER, ("pp", "dp", "ep", "tp", "cp"), ("dp", "pp", "ep", "cp", "tp"))
+KINDS = {1: (("1f1b", "gpipe", "zero-bubble"),), 2: (("interleaved",), ("zbv",)), 4: (("interleaved",),)}
+SPLIT = tuple(SCHEDULES.index(name) for name in ("zero-bubble", "zbv"))
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
+Degree = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -21,26 +26,51 @@ class Space:
     Args:
         ranks: devices. node: devices of a node. batch: rows of the global batch. positions: of a row.
         axes: mesh axes that may have several ranks. offload: whether states lie in host memory.
+        fixed: axes whose sizes are decided, in the order of the mesh. given: fields of Strategy that are decided.
     """
 
     ranks: int
     node: int
     batch: int
     positions: int
-    axes: tuple[str, ...] = ("pp", "dp", "ep", "cp", "tp")
+    axes: tuple[str, ...] = ORDER
     offload: bool = False
+    fixed: tuple[tuple[str, int], ...] = ()
+    given: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def orders(self) -> tuple[tuple[str, ...], ...]:
+        """Orders of the mesh's axes, major to minor, that keep the fixed ones in theirs."""
+        named = tuple(axis for axis, _ in self.fixed)
+        found = tuple(p for p in PLACEMENTS if tuple(a for a in p if a in named) == named)
+        return found or ((*(a for a in ORDER if a not in named), *named),)
 
 
-def degrees(space: Space, family: Family) -> list[tuple[int, ...]]:
+@dataclass(frozen=True)
+class Grid:
+    """Candidates whose columns broadcast to [sizes and rows, ZeRO, recompute, schedule, kind of cp].
+
+    Args:
+        legal: which of them exist. points: sizes and rows of all grids of this placement. part: those of this grid.
+    """
+
+    candidates: Candidates
+    legal: Mask
+    points: Candidates
+    part: slice
+
+
+def degrees(space: Space, family: Family) -> list[Degree]:
     """(pp, dp, ep, cp, tp) whose product is the number of ranks and that the family's layouts allow, in order."""
-    out: list[tuple[int, ...]] = []
+    out: list[Degree] = []
+    fixed = dict(space.fixed)
     options = [_options(axis, space, family) for axis in ("pp", "ep", "cp", "tp")]
     for pp, ep, cp, tp in every(*options):
         dp, rest = divmod(space.ranks, pp * ep * cp * tp)
         positions = cp * tp * (2 if cp > 1 else 1) if family.length and (cp > 1 or family.sequence) else 1
-        if rest or space.batch % (dp * ep) or ("dp" not in space.axes and dp > 1) or space.positions % positions:
+        if rest or space.batch % (dp * ep) or space.positions % positions or dp != fixed.get("dp", dp):
             continue
-        if tp == 1 and family.sequence:
+        if ("dp" not in space.axes and dp > 1) or (tp == 1 and family.sequence):
             continue
         out.append((pp, dp, ep, cp, tp))
     return out
@@ -50,82 +80,134 @@ def _options(axis: str, space: Space, family: Family) -> list[int]:
     if axis not in space.axes:
         return [1]
     sizes = [n for n in range(1, space.ranks + 1) if space.ranks % n == 0]
+    wanted = dict(space.fixed).get(axis)
+    sizes = sizes if wanted is None else [n for n in sizes if n == wanted]
     if axis == "pp":
-        return [n for n in sizes if n <= len(family.order)]
+        return [n for n in sizes if n <= max(1, len(family.order))]
     if axis == "ep":
-        return [n for n in sizes if family.allows("ep", n)] if family.divisors.get("ep") else [1]
+        return [n for n in sizes if n == 1 or (family.divisors.get("ep") and family.allows("ep", n))]
     if axis == "cp":
-        return sizes if family.length and any(u.heads[0] != 0 for u in family.units) else [1]
-    return [n for n in sizes if n <= 2 * space.node and family.allows("tp", n)]
+        known = family.length and any(u.heads[0] != 0 for u in family.units)
+        return [n for n in sizes if n == 1 or known]
+    return [n for n in sizes if (n <= 2 * space.node or n == wanted) and family.allows("tp", n)]
 
 
-def candidates(space: Space, family: Family) -> Iterator[Candidates]:
-    """All candidates of a family, one table for each placement."""
-    points = [(d, rows) for d in degrees(space, family) for rows in _microbatches(space, d)]
-    for place, order in enumerate(PLACEMENTS):
-        table = [
-            (*d, rows, space.batch // (d[1] * d[2] * rows), *choice)
-            for d, rows in points
-            if _differs(place, d, space)
-            for choice in _choices(space, family, d, space.batch // (d[1] * d[2] * rows))
-        ]
-        if table:
-            yield _columns(np.array(table, dtype=float), space, order)
-
-
-def _microbatches(space: Space, degree: Sequence[int]) -> list[int]:
-    """Rows of a microbatch on one data rank: powers of two, and all rows at once."""
-    rows = space.batch // (degree[1] * degree[2])
-    return [n for n in (1, 2, 4, 8, 16, 32) if rows % n == 0 and (degree[0] == 1 or rows // n > 1 or n == rows)]
-
-
-def _differs(place: int, degree: Sequence[int], space: Space) -> bool:
-    """Whether the placement differs from those before it: only axes of several ranks can change places."""
-    pp, dp, ep, cp, tp = degree
-    if place == 1:
-        return cp > 1 and tp > 1
-    return place == 0 or (pp > 1 and dp > 1 and space.ranks > space.node)
-
-
-def _choices(space: Space, family: Family, degree: Sequence[int], microbatches: int) -> list[tuple[int, ...]]:
-    """(zero, shard, recompute, schedule, virtual, offload, ulysses)."""
-    pp, dp, ep, cp, tp = degree
-    data = dp * ep * cp
-    shards = [(0, 0)]
-    if data > 1:
-        shards = [(z, 0) for z in range(4)]
-        if data > space.node and space.node >= tp > 0 and space.node // tp > 1:
-            shards += [(z, space.node // tp) for z in (1, 3)]
-    schedules = list(_schedules(family, pp, microbatches))
-    offload = (1,) if space.offload else (0,)
-    turns = (0, 1) if cp > 1 and family.allows("tp", tp * cp) else (0,)
-    return [
-        (z, s, r, k, v, o, u)
-        for (z, s), r, (k, v), o, u in every(shards, range(3), schedules, offload, turns)
-        if not (pp > 1 and z > 1 and SCHEDULES[k] in ("zero-bubble", "zbv"))
-    ]
-
-
-def _schedules(family: Family, pp: int, microbatches: int) -> Iterator[tuple[int, int]]:
-    """(schedule, stages a rank) that the number of microbatches allows; see the schedules' own rules."""
-    if pp == 1:
-        yield 0, 1
+def grids(space: Space, family: Family, near: Callable[[Degree], bool] = lambda degree: True) -> Iterator[Grid]:
+    """All candidates of a family: a grid for each placement, number of stages, and way of placing them."""
+    if dict(space.given).get("sequence_parallel", family.sequence) != family.sequence:
         return
-    yield (0, 1) if microbatches >= pp else (1, 1)
-    rounds = microbatches % max(1, microbatches // pp) == 0
-    for v in VIRTUAL if rounds else ():
-        if pp * v <= len(family.order):
-            yield SCHEDULES.index("interleaved"), v
-    if rounds:
-        yield SCHEDULES.index("zero-bubble"), 1
-    if 2 * pp <= len(family.order) and microbatches >= pp:
-        yield SCHEDULES.index("zbv"), 2
+    found = [d for d in degrees(space, family) if near(d)]
+    for place, order in enumerate(space.orders):
+        rows = [(*d, n) for d in sorted(found) if _differs(place, d, space) for n in _parts(space, family, d)]
+        if not rows:
+            continue
+        every = np.array(rows, float).T
+        points = _plain(space, every, order)
+        for pp in np.unique(every[0]):
+            inside = np.flatnonzero(every[0] == pp)
+            part = slice(int(inside[0]), int(inside[-1]) + 1)
+            for virtual, kinds in _kinds(space, family, int(pp)):
+                grid = _grid(space, family, points, part, virtual, kinds)
+                if grid.legal.any():
+                    yield grid
 
 
-def _columns(table: Any, space: Space, order: tuple[str, ...]) -> Candidates:
-    sizes = dict(zip(("pp", "dp", "ep", "cp", "tp"), table.T[:5]))
-    columns: Any = table.T[5:]
-    rows, parts, zero, shard, policy, schedule, virtual, offload, ulysses = columns
-    return Candidates(
-        sizes, rows, parts, zero, shard, policy, schedule, virtual, offload, ulysses, float(space.positions), order
-    )
+def _plain(space: Space, points: Array, order: tuple[str, ...]) -> Candidates:
+    """Sizes and rows alone, as columns of equal length."""
+    *sizes, rows = points
+    by_axis, none = dict(zip(ORDER, sizes)), np.zeros(len(rows))
+    parts = space.batch / (by_axis["dp"] * by_axis["ep"] * rows)
+    return Candidates(by_axis, rows, parts, none, none, none, none, none, none, none, float(space.positions), order)
+
+
+def _parts(space: Space, family: Family, degree: Degree) -> list[int]:
+    """Rows of a microbatch on one data rank: powers of two, and all rows at once."""
+    own = space.batch // (degree[1] * degree[2])
+    wanted = dict(space.given).get("microbatches")
+    if wanted is not None:
+        return [own // wanted] if own % wanted == 0 and (family.parts or wanted == 1) else []
+    if not family.parts:
+        return [own]
+    found = {n for n in (1, 2, 4, 8, 16, 32) if own % n == 0} | {own}
+    return sorted(n for n in found if degree[0] == 1 or own // n > 1 or n == own)
+
+
+def _differs(place: int, degree: Degree, space: Space) -> bool:
+    """Whether the placement differs from those before it: only axes of several ranks can change places."""
+    sizes = dict(zip(ORDER, degree))
+    seen = [tuple(a for a in order if sizes[a] > 1) for order in space.orders[: place + 1]]
+    return seen[-1] not in seen[:-1] and (place == 0 or space.orders[place][0] == "pp" or space.ranks > space.node)
+
+
+def _kinds(space: Space, family: Family, pp: int) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """(stages a rank, schedules) for so many ranks of a pipeline."""
+    if pp == 1:
+        yield 1, ("1f1b",)
+        return
+    given = dict(space.given)
+    for virtual, groups in KINDS.items():
+        for kinds in groups:
+            kinds = tuple(k for k in kinds if given.get("schedule", k) == k)
+            if kinds and given.get("virtual_stages", virtual) == virtual and pp * virtual <= len(family.order):
+                yield virtual, kinds
+
+
+def _grid(
+    space: Space, family: Family, points: Candidates, part: slice, virtual: int, kinds: Sequence[str]
+) -> Grid:  # fmt: skip
+    sizes = {axis: n[part].reshape(-1, 1, 1, 1, 1) for axis, n in points.sizes.items()}
+    pp, dp, ep, cp, tp = (sizes[axis] for axis in ORDER)
+    rows, parts = (n[part].reshape(-1, 1, 1, 1, 1) for n in (points.rows, points.microbatches))
+    data, node = dp * ep * cp, np.maximum(1, space.node // tp)
+    zero = np.array([0, 1, 2, 3, 1, 3], float).reshape(1, -1, 1, 1, 1)
+    copies = np.array([0, 0, 0, 0, 1, 1]).reshape(1, -1, 1, 1, 1)
+    recompute = np.arange(3.0).reshape(1, 1, -1, 1, 1)
+    schedule = np.array([float(SCHEDULES.index(k)) for k in kinds]).reshape(1, 1, 1, -1, 1)
+    ulysses = np.arange(2.0).reshape(1, 1, 1, 1, -1)
+    shard = np.where(copies == 1, node, 0)
+    wanted = dict(space.given)
+    if wanted.get("zero_shard_size"):
+        shard = np.where(copies == 1, wanted["zero_shard_size"], 0) + 0 * node
+    heads = np.isin(tp * cp, [n for n in np.unique(tp * cp) if family.allows("tp", int(n))])
+    split = np.isin(schedule, SPLIT)
+    legal = (
+        ((zero == 0) | (data > 1))
+        & ((copies == 0) | ((shard > 1) & (data > np.maximum(shard, space.node // 2)) & (data % np.maximum(shard, 1) == 0)))
+        & ((ulysses == 0) | ((cp > 1) & heads))
+        & ~(split & ((recompute > 0) | ((zero > 1) & (pp > 1))))
+        & (np.array(space.offload) <= (zero > 0))
+        & _runs(schedule, pp, virtual, parts)
+        & _asked(wanted, zero, shard, recompute, ulysses, cp)
+    )  # fmt: skip
+    one = np.ones((1,) * 5)
+    table = Candidates(
+        sizes, rows, parts, zero, shard + 0 * zero, recompute, schedule, virtual * one, space.offload * one, ulysses,
+        points.positions, points.order,
+    )  # fmt: skip
+    return Grid(table, np.broadcast_to(legal, table.shape), points, part)
+
+
+def _runs(schedule: Array, pp: Array, virtual: int, parts: Array) -> Mask:
+    """Whether the schedule can run so many microbatches: the rules of ``schedule.check_legal``.
+
+    1F1B where they fill the pipeline, else GPipe.
+    """
+    fills, kind = parts >= pp * (virtual if virtual > 1 else 1), {n: SCHEDULES.index(n) for n in SCHEDULES}
+    rounds = parts % np.maximum(1, parts // pp) == 0
+    ok = np.where(schedule == kind["1f1b"], fills, True) & np.where(schedule == kind["gpipe"], ~fills, True)
+    ok &= np.where(np.isin(schedule, (kind["interleaved"], kind["zero-bubble"])), rounds, True)
+    return np.where(schedule == kind["zbv"], fills, ok) | (pp == 1)  # type: ignore[no-any-return]
+
+
+def _asked(given: dict[str, Any], zero: Array, shard: Array, recompute: Array, ulysses: Array, cp: Array) -> Mask:
+    """Whether the engine is what the user has decided."""
+    ok = np.ones((1,) * 5, bool)
+    if "zero" in given:
+        ok = ok & (zero == given["zero"])
+    if "zero_shard_size" in given:
+        ok = ok & (shard == (given["zero_shard_size"] or 0))
+    if "recompute" in given:
+        ok = ok & (recompute == POLICIES.index(given["recompute"]))
+    if given.get("context_parallel"):
+        ok = ok & ((cp == 1) | (ulysses == (given["context_parallel"] == "ulysses")))
+    return ok

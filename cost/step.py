@@ -4,15 +4,14 @@ A rank of a pipeline runs (m - 1) microbatches at the pace of the slowest stage;
 every stage (arXiv:1811.06965; arXiv:2104.04473, section 2.2), over v where each rank holds v stages.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 import numpy as np
 
-from autopar.cost.cut import stages_of
-from autopar.cost.forms import BACKWARD, FORWARD, POLICIES, Forms
+from autopar.cost.forms import BACKWARD, FORWARD, POLICIES, Forms, UnitTimes
 from autopar.cost.hardware import Hardware
 from autopar.cost.links import Links, collective_seconds
 from autopar.cost.polynomials import Array, Polynomials
@@ -26,7 +25,7 @@ KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "wor
 
 @dataclass(frozen=True)
 class Candidates:
-    """Columns of equal length.
+    """Columns that broadcast: of equal length, or one dim for each choice.
 
     Args:
         sizes: ranks by axis. rows: of a microbatch on one data rank. microbatches: of a step. zero: stage. shard: data
@@ -48,13 +47,21 @@ class Candidates:
     positions: float
     order: tuple[str, ...] = ORDER
 
-    def __len__(self) -> int:
-        return len(self.rows)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of all columns together."""
+        return np.broadcast_shapes(*(v.shape for v in self._columns.values()), *(v.shape for v in self.sizes.values()))
+
+    @property
+    def _columns(self) -> dict[str, Array]:
+        return {n: v for n, v in vars(self).items() if isinstance(v, np.ndarray)}
 
     def take(self, where: Any) -> "Candidates":
-        """Those that an index or a mask chooses."""
-        columns = {n: v[where] for n, v in vars(self).items() if isinstance(v, np.ndarray)}
-        sizes = {axis: v[where] for axis, v in self.sizes.items()}
+        """Those at flat indices, as columns of equal length."""
+        shape = self.shape
+        at = np.unravel_index(where, shape)
+        columns = {n: np.broadcast_to(v, shape)[at] for n, v in self._columns.items()}
+        sizes = {axis: np.broadcast_to(v, shape)[at] for axis, v in self.sizes.items()}
         return Candidates(sizes=sizes, positions=self.positions, order=self.order, **columns)
 
 
@@ -84,16 +91,13 @@ class Steps:
 
 
 def steps(forms: Forms, hardware: Hardware, candidates: Candidates, regime: Regime) -> Steps:
-    """Price every candidate of one family and one placement."""
+    """Price every candidate of one family and one placement, given as columns of equal length."""
     parts = []
-    for pp in np.unique(candidates.sizes["pp"]):
-        where = np.flatnonzero(candidates.sizes["pp"] == pp)
-        for virtual in np.unique(candidates.virtual[where]):
-            inside = where[candidates.virtual[where] == virtual]
-            parts.append(
-                (inside, _Group(forms, hardware, candidates.take(inside), regime, int(pp), int(virtual)).steps())
-            )
-    return _joined(parts, len(candidates))
+    keys = np.stack([candidates.sizes["pp"], candidates.virtual, candidates.schedule == SCHEDULES.index("zbv")])
+    for key in np.unique(keys, axis=1).T:
+        inside = np.flatnonzero((keys == key[:, None]).all(axis=0))
+        parts.append((inside, Group(forms, hardware, candidates.take(inside), regime).steps()))
+    return _joined(parts, candidates.shape[0])
 
 
 def _joined(parts: list[tuple[Array, Steps]], count: int) -> Steps:
@@ -111,48 +115,72 @@ def _joined(parts: list[tuple[Array, Steps]], count: int) -> Steps:
     return Steps(exposed=exposed, memory=memory, **plain)
 
 
-class _Group:
-    """Candidates with equally many stages. Rows are ranks whose units are equal: the first of them stands for all."""
+def points_of(c: Candidates) -> dict[str, Array]:
+    """Sizes of a microbatch and of its axes as lists; they vary along the first of the columns' dims alone."""
+    columns = {**c.sizes, "b": c.rows, "s": c.positions / c.sizes["cp"]}
+    shape = np.broadcast_shapes(*(v.shape for v in columns.values()))
+    return {n: np.broadcast_to(v, shape).reshape(-1) for n, v in columns.items()}
+
+
+def times_of(forms: Forms, hardware: Hardware, candidates: Candidates) -> tuple[UnitTimes, ...]:
+    """What each unit takes and holds at the candidates' sizes and rows."""
+    points = points_of(candidates)
+    links = Links.placed(hardware, points, candidates.order)
+    return tuple(u.times(points, links, hardware) for u in forms.units)
+
+
+class Group:
+    """Candidates with equally many stages, equally placed, whose columns broadcast.
+
+    Arrays have one dim more in front: ranks of the pipeline, of which equal ones are one, the first of them.
+    """
 
     def __init__(
-        self, forms: Forms, hardware: Hardware, candidates: Candidates, regime: Regime, pp: int, virtual: int
-    ) -> None:
+        self, forms: Forms, hardware: Hardware, candidates: Candidates, regime: Regime,
+        times: Sequence[UnitTimes] | None = None,
+    ) -> None:  # fmt: skip
         self.forms, self.hardware, self.c, self.regime = forms, hardware, candidates, regime
-        self.pp, self.virtual = pp, virtual
+        self.pp, self.virtual = int(candidates.sizes["pp"].flat[0]), int(candidates.virtual.flat[0])
         self.links = Links.placed(hardware, candidates.sizes, candidates.order)
-        points, self.back = self._points()
-        links = Links.placed(hardware, {"pp": np.full(1, pp), **points}, candidates.order)
-        self.times = [u.times(points, links, hardware) for u in forms.units]
-        every = stages_of(forms.family, pp, virtual, regime.even)
+        self.base = np.broadcast_shapes(candidates.rows.shape, *(n.shape for n in candidates.sizes.values()))
+        self.times = times or times_of(forms, hardware, candidates)
+        v = int(candidates.schedule.flat[0]) == SCHEDULES.index("zbv")
+        every = forms.stages(self.pp, self.virtual, v, regime.even)
         self.counts, self.first, self.ranks = np.unique(every, axis=0, return_index=True, return_counts=True)
-        if forms.family.tied != 0 and pp == 1:
-            self.tied = Polynomials.of([forms.family.tied])(points)[0]
-        else:
-            self.tied = np.zeros(1)
+        self.tied = np.zeros(1)
+        if forms.family.tied != 0 and self.pp == 1:
+            self.tied = self._spread(Polynomials.of([forms.family.tied])(points_of(candidates))[0])
 
-    def _points(self) -> tuple[dict[str, Array], Any]:
-        """Distinct sizes of a microbatch and its axes, and the index of each candidate's."""
-        c = self.c
-        names = ("dp", "ep", "cp", "tp", "b", "s")
-        columns = [*(c.sizes[a] for a in names[:4]), c.rows, c.positions / c.sizes["cp"]]
-        distinct, back = np.unique(np.stack(columns), axis=1, return_inverse=True)
-        return dict(zip(names, distinct)), back.reshape(-1)
+    def _spread(self, values: Any) -> Array:
+        """[..., points] as columns."""
+        values = np.asarray(values)
+        points = int(np.prod(self.base))
+        return np.broadcast_to(values, (*values.shape[:-1], points)).reshape(*values.shape[:-1], *self.base)
 
-    def at(self, pick: Any) -> Array:
-        """Sum over the units of each rank at the distinct points: [ranks, points]."""
-        points = (self.back.max() + 1,)
-        return np.tensordot(self.counts, np.array([np.broadcast_to(pick(t), points) for t in self.times]), axes=1)
+    def _ranked(self, values: Any) -> Array:
+        """[ranks] as columns with ranks in front."""
+        return np.asarray(values).reshape(-1, *(1 for _ in self.base))
 
-    def on(self, pick: Any) -> Array:
-        """The same for each candidate: [ranks, candidates]."""
-        return self.at(pick)[:, self.back]
+    def on(self, pick: Any, counts: Array | None = None) -> Array:
+        """Sum over the units of each rank, [ranks, ...]."""
+        points = (int(np.prod(self.base)),)
+        rows = np.array([np.broadcast_to(pick(t), points) for t in self.times])
+        return self._spread(np.tensordot(self.counts if counts is None else counts, rows, axes=1))
+
+    def mean(self, values: Array) -> Array:
+        """Sum over all ranks of the pipeline of what each takes."""
+        return np.tensordot(self.ranks, values, axes=1)
+
+    def totals(self) -> tuple[Array, Array]:
+        """(seconds, bytes of the fullest rank)."""
+        own, exposed = self._work()
+        each = own + sum(exposed.values())
+        late = self._gradients().max(axis=0) + self._update().max(axis=0)
+        return self.c.microbatches * each.max(axis=0) + self._bubble(each) + late, sum(self._held().values()).max(axis=0)  # type: ignore[union-attr]
 
     def steps(self) -> Steps:
-        """The price of all."""
-        forward, backward = self.on(lambda t: t.forward), self.on(lambda t: t.backward)
-        own = np.maximum(forward + backward + self._again(), self._host())
-        exposed = {**self._sent(), "pp": self._p2p()}
-        exposed["dp"] = exposed.get("dp", 0.0) + self._gathers(own)
+        """The price of all, by its parts."""
+        own, exposed = self._work()
         each = own + sum(exposed.values())
         slowest = each.argmax(axis=0)[None]
         m = self.c.microbatches
@@ -160,17 +188,25 @@ class _Group:
         def of_slowest(rows: Array) -> Array:
             return np.take_along_axis(np.broadcast_to(rows, each.shape), slowest, axis=0)[0]
 
-        bubble = self._bubble(each, forward, backward)
-        gradients, update = self._gradients(backward).max(axis=0), self._update().max(axis=0)
+        bubble = self._bubble(each)
+        gradients, update = self._gradients().max(axis=0), self._update().max(axis=0)
         shown = {axis: m * of_slowest(rows) for axis, rows in exposed.items()}
         shown["dp"] = shown["dp"] + gradients
         seconds = m * each.max(axis=0) + bubble + gradients + update
         return Steps(seconds, m * of_slowest(own), bubble, shown, update, self._memory(), *self._flops())
 
+    def _work(self) -> tuple[Array, dict[str, Array]]:
+        """Seconds of one microbatch on each rank: its own, and of communication that nothing hides, by axis."""
+        own = self.on(lambda t: t.forward) + self.on(lambda t: t.backward) + self._again()
+        own = np.maximum(own, self._host())
+        exposed = {**self._sent(), "pp": self._p2p()}
+        exposed["dp"] = exposed.get("dp", 0.0) + self._gathers(own)
+        return own, exposed
+
     def _flops(self) -> tuple[Array, Array]:
         """Of the model on all ranks, and with what full recomputation repeats."""
-        copies = self.c.microbatches * np.prod(list(self.c.sizes.values()), axis=0) / self.pp
-        forward, backward = (self.ranks @ self.on(lambda t, i=i: t.flops[i]) * copies for i in (0, 1))
+        copies = self.c.microbatches * reduce(np.multiply, self.c.sizes.values()) / self.pp
+        forward, backward = (self.mean(self.on(lambda t, i=i: t.flops[i])) * copies for i in (0, 1))
         return forward + backward, forward * (1 + (self.c.recompute == 2)) + backward
 
     def _again(self) -> Array:
@@ -178,15 +214,14 @@ class _Group:
         full, selective = self.c.recompute == 2, self.c.recompute == 1
         inner = self.counts.copy()
         inner[:, [0, -1]] = 0
-        rows = [np.array([getattr(t, name) for t in self.times]) for name in ("again", "forward")]
-        parts = [np.tensordot(inner, r, axes=1)[:, self.back] for r in rows]
-        return parts[0] * selective + parts[1] * full
+        return self.on(lambda t: t.again, inner) * selective + self.on(lambda t: t.forward, inner) * full
 
     def _host(self) -> Array:
         """Seconds in which the host issues the kernels of a microbatch; a backward has about twice as many."""
-        launches = [sum(n for n, _ in u.unit.kernels) + len(u.unit.messages) / 3 for u in self.forms.units]
+        units = [u.unit for u in self.forms.units]
+        launches = [sum(n for n, _ in u.kernels) + sum(m.calls for m in u.messages) / 3 for u in units]
         total = self.counts @ np.array(launches, dtype=float)
-        return self.regime.host * total[:, None] * (3 + (self.c.recompute == 2))[None, :]
+        return self.regime.host * self._ranked(total) * (3 + (self.c.recompute == 2))
 
     def _sent(self) -> dict[str, Array]:
         """Seconds of the units' own collectives by axis; full recomputation repeats the forward's."""
@@ -198,7 +233,7 @@ class _Group:
             open_ = 1 - self.regime.hidden if axis == "tp" else 1.0
             out[axis] = (forward * (1 + full) + backward) * open_
         if np.any(self.c.sizes["cp"] > 1):
-            out["cp"] = self._context()
+            out["cp"] = out.get("cp", 0.0) + self._context()
         return out
 
     def _context(self) -> Array:
@@ -218,8 +253,8 @@ class _Group:
     def _p2p(self) -> Array:
         """Sends to the next stage and back, of each microbatch."""
         if self.pp == 1:
-            return np.zeros((1, len(self.c)))
-        hidden = np.max([np.broadcast_to(t.hidden, (self.back.max() + 1,)) for t in self.times], axis=0)[self.back]
+            return self._ranked(np.zeros(1))
+        hidden = self._most([t.hidden for t in self.times])
         across = self.links.strides["pp"] >= self.hardware.node
         rate = np.where(across, self.hardware.outer.rate("p2p"), self.hardware.inner.rate("p2p"))
         late = np.where(across, self.hardware.outer.latency, self.hardware.inner.latency)
@@ -231,7 +266,7 @@ class _Group:
         out = {g: self.on(lambda t, g=g: t.parameters.get(g, 0.0)) for g in groups}
         if self.pp == 1 and self.forms.family.tied != 0:
             whole = max(groups, key=len)
-            out[whole] = out[whole] - self.tied[self.back]
+            out[whole] = out[whole] - self.tied
         return out
 
     def _ways(self, group: str) -> Array:
@@ -263,10 +298,10 @@ class _Group:
             total = total + self._data("reduce_scatter", elements, self.regime.reduce_width, group)
         return np.where(self.c.zero == 3, np.maximum(0.0, total - self.regime.overlap * own), 0.0)
 
-    def _gradients(self, backward: Array) -> Array:
+    def _gradients(self) -> Array:
         """Sums of gradients after the last microbatch, and gathers of stages 1 and 2; partly behind the backward."""
         total: Any = 0.0
-        m = self.c.microbatches
+        m, backward = self.c.microbatches, self.on(lambda t: t.backward)
         for group, elements in self._elements().items():
             reduced = self._data("reduce_scatter", elements, self.regime.reduce_width, group)
             whole = self._data("all_reduce", elements, self.regime.reduce_width, group)
@@ -285,10 +320,13 @@ class _Group:
         copies = collective_seconds(self.hardware, "all_reduce", part, ways / share, stride)
         return np.where((self.c.zero > 0) & (share < ways), copies, 0.0)
 
-    def _bubble(self, each: Array, forward: Array, backward: Array) -> Array:
+    def _bubble(self, each: Array) -> Array:
         """Seconds of waiting while the pipeline fills and drains; zero-bubble schedules put W where others wait."""
-        fill = (self.ranks @ each - each.max(axis=0)) / self.virtual
-        mean, weight = self.ranks @ (forward + backward) / self.pp, self.ranks @ backward / self.pp / 2
+        if self.pp == 1:
+            return np.zeros(1)
+        backward = self.mean(self.on(lambda t: t.backward)) / self.pp
+        fill = (self.mean(each) - each.max(axis=0)) / self.virtual
+        mean, weight = self.mean(self.on(lambda t: t.forward)) / self.pp + backward, backward / 2
         left = [np.maximum(0.0, mean - n * weight) / np.maximum(mean, 1e-30) for n in (2, 3)]
         return np.choose(self.c.schedule.astype(int), [fill, fill, fill, fill * left[0], fill * left[1]])
 
@@ -301,13 +339,21 @@ class _Group:
 
     def _memory(self) -> dict[str, Array]:
         """Bytes by kind of the rank that holds most."""
-        work = np.where(self.counts[:, -1:] > 0, self.regime.workspace * self.times[-1].rows[self.back], 0.0)
-        block = max((t.weight for t in self.times[1:-1]), key=np.max, default=np.zeros(1))
-        work = work + self.regime.copies * np.broadcast_to(block, (self.back.max() + 1,))[self.back]
-        every = {**self._states(), "activations": self._activations(), "workspace": work + self.regime.reserve}
-        total = sum(every.values())
+        every = self._held()
+        total = np.asarray(sum(every.values()))
         at = total.argmax(axis=0)[None]
         return {k: np.take_along_axis(np.broadcast_to(v, total.shape), at, axis=0)[0] for k, v in every.items()}
+
+    def _held(self) -> dict[str, Array]:
+        """Bytes of each rank by kind."""
+        last = self._spread(self.times[-1].rows)
+        work = np.where(self._ranked(self.counts[:, -1]) > 0, self.regime.workspace * last, 0.0)
+        work = work + self.regime.copies * self._most([t.weight for t in self.times[1:-1]])
+        return {**self._states(), "activations": self._activations(), "workspace": work + self.regime.reserve}
+
+    def _most(self, values: list[Array]) -> Array:
+        """The largest of several at each point."""
+        return self._spread(reduce(np.maximum, values, np.zeros(1)))
 
     def _states(self) -> dict[str, Array]:
         widths, zero, ours = self.regime.widths, self.c.zero, self.regime.engine
@@ -319,26 +365,22 @@ class _Group:
             share = self._share(group)
             for kind, stage in stages.items():
                 out[kind] = out[kind] + near * elements * wide[kind] / np.where(zero >= stage, share, 1.0)
-            two = elements * np.minimum(1.0, 2.0 / np.maximum(1.0, self.counts.sum(axis=1)))[:, None]
+            two = elements * self._ranked(np.minimum(1.0, 2.0 / np.maximum(1.0, self.counts.sum(axis=1))))
             copy = np.where(zero == 3, two, elements if ours else 0.0)
             out["gathered"] = out["gathered"] + copy * self.regime.compute_width
         return out
 
     def _activations(self) -> Array:
         """Kept by the microbatches in flight, and one block's inside while it is computed again."""
-        each = np.choose(
-            self.c.recompute.astype(int)[None, :], [self.on(lambda t, p=p: t.activations[p]) for p in POLICIES]
-        )
-        each = each * self._in_flight()
-        block = max((t.activations["none"] for t in self.times[1:-1]), key=np.max, default=np.zeros(1))
-        inside = np.broadcast_to(block, (self.back.max() + 1,))[self.back]
+        policies = [self.on(lambda t, p=p: t.activations[p]) for p in POLICIES]
+        each = np.choose(self.c.recompute.astype(int)[None], policies) * self._in_flight()
+        inside = self._most([t.activations["none"] for t in self.times[1:-1]])
         return each + np.where(self.c.recompute > 0, inside, 0.0)
 
     def _in_flight(self) -> Array:
         """Microbatches whose activations a rank holds at its fullest (arXiv:2205.05198, appendix B and C)."""
-        m, rank = self.c.microbatches[None, :], self.first[:, None]
-        after = np.minimum(m, self.pp - rank) * (
-            1.0 if self.virtual == 1 else 1 + (self.pp - 1) / (self.pp * self.virtual)
-        )
+        m, rank = self.c.microbatches, self._ranked(self.first)
+        more = 1.0 if self.virtual == 1 else 1 + (self.pp - 1) / (self.pp * self.virtual)
+        after = np.minimum(m, self.pp - rank) * more
         every, most = m + 0.0 * rank, np.minimum(m, self.pp) + 0.0 * rank
-        return np.choose(self.c.schedule.astype(int)[None, :], [after, every, after, after, most])
+        return np.choose(self.c.schedule.astype(int)[None], [after, every, after, after, most])

@@ -31,10 +31,14 @@ def passes_of(strategy: Strategy, mesh: Mesh, microbatches: int) -> tuple[Pass, 
 def microbatches_of(strategy: Strategy, program: Program) -> tuple[int, tuple[str, ...]]:
     """How many microbatches a step has, and a note that says why where the user did not choose."""
     ranks, rows = program.mesh.size("pp"), program.rows
-    if strategy.microbatches is not None or ranks == 1:
+    most = strategy.microbatch_rows
+    if strategy.microbatches is not None or (ranks == 1 and most is None):
         return strategy.microbatches or 1, ()
     if not rows or len(set(rows)) > 1:
         return 1, (f"1 microbatch: the rows of the data ranks differ, {rows}" if rows else "1 microbatch: no rows",)
+    if most is not None:
+        count = next(n for n in range(1, rows[0] + 1) if rows[0] % n == 0 and rows[0] // n <= most)
+        return count, (f"{count} microbatches: {rows[0]} rows in parts of at most {most}",)
     counts = [n for n in range(1, min(rows[0], MOST * ranks) + 1) if rows[0] % n == 0]
     able = [n for n in counts if _runs(strategy, ranks, n)]
     count = max(able or counts)

@@ -1,9 +1,9 @@
 """What ranks tell each other before they act: a mismatch is an error on every rank, never a hang."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
 
+T = TypeVar("T")
 LIMIT = 1 << 20  # bytes of rows that are hashed at every call
 SAMPLES = 16  # values of each tensor of the model that ranks compare
 
@@ -82,6 +83,36 @@ class Agreement:
     def _refuse(self, why: str) -> None:
         fix = "call every rank with the same model, structure and mode, and ranks of one data rank with the same rows"
         raise AutoparError("rank-mismatch", f"mesh {self.mesh}: {why}", fix)
+
+
+def everyones(value: T) -> list[T]:
+    """The value of each process. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    found = [value] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def of_the_first(make: Callable[[], T]) -> T:
+    """What ``make`` gives on the first process, on all. Collective; its error is raised on every process."""
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    told: list[Any] = [None]
+    failed: Exception | None = None
+    if alone or dist.get_rank() == 0:
+        try:
+            told = [make()]
+        except Exception as error:
+            failed = error
+            known = isinstance(error, AutoparError)
+            told = [error if known else AutoparError("first-process", f"the first process failed: {error!r}")]
+    if not alone:
+        dist.broadcast_object_list(told, src=0)
+    if failed is not None:
+        raise failed
+    if isinstance(told[0], AutoparError):
+        raise told[0]
+    return told[0]  # type: ignore[no-any-return]
 
 
 def checksum(tensors: Iterable[torch.Tensor], limit: int | None = None) -> int:

@@ -12,7 +12,7 @@ SECTIONS = ["Does:", "Requires:", "Ensures:", "Communication:", "Limits:", "Sour
 ORDER = [
     "errors", "strategy", "ir", "presets", "runtime", "rules", "trace", "cost", "solve", "verify", "passes", "emit",
     "checkpoint", "emit.module", "emit.deferred", "compile", "verify.numerics", "plans", "families", "planner",
-    "priced", "predict", "calibrate", "api", "", "report", "cli", "__main__",
+    "priced", "predict", "calibrate", "auto", "api", "", "report", "cli", "__main__",
 ]  # fmt: skip
 
 

@@ -1,0 +1,175 @@
+"""strategy="auto": mesh and strategy by the cost model, for the processes that there are."""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.compile import Compiler, uncollected
+from autopar.errors import AutoparError
+from autopar.families import Example
+from autopar.ir.mesh import Mesh
+from autopar.planner import accelerator, plan
+from autopar.plans import Plan, Plans
+from autopar.runtime.agreement import everyones, of_the_first
+from autopar.strategy import Strategy
+
+Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
+WORD = "auto"
+TRIED = 24  # plans that are compiled, best first, until one can be
+DECIDED = ("sequence_parallel", "context_parallel", "zero", "zero_shard_size", "microbatches", "schedule",
+           "virtual_stages", "recompute", "offload")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was chosen and why.
+
+    Args:
+        mesh: axes and sizes as text. strategy: fields of Strategy as text. rows: of the global batch that it is for.
+        summary: one line. text: the plan in full, with the plans that come next and those that could not be compiled.
+    """
+
+    mesh: str
+    strategy: str
+    rows: int
+    summary: str
+    text: str
+
+    def explain(self) -> str:
+        """The step by its parts, the memory by kind, why each neighbour is worse, and what was passed over."""
+        return self.text
+
+
+def wants(strategy: Any) -> bool:
+    """Whether a strategy is ``auto``, or text that begins with it: ``auto,zero=3``."""
+    return isinstance(strategy, str) and strategy.split(",")[0].strip() == WORD
+
+
+def decide(
+    model: nn.Module,
+    ranks: int,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    strategy: str = WORD,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    rows: int | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    hardware: str = "cpu",
+) -> Decision:
+    """The fastest plan that fits and can be compiled, on ``ranks`` devices.
+
+    Args:
+        args, kwargs: example inputs of any number of rows. strategy: ``auto``, and fields that are decided already.
+        mesh: sizes of axes that are decided, in order. rows: of the global batch; the example's for each device where
+            None. hardware: profile of the devices.
+
+    Raises AutoparError ``nothing-fits``, ``nothing-compiles``.
+    """
+    example = Example.of(args, kwargs)
+    batch = rows or example.rows * ranks
+    own = Strategy.of(",".join(strategy.split(",")[1:]))
+    hardware = own.hardware if "hardware" in strategy else hardware
+    plans = plan(
+        model, f"{hardware}x{ranks}", args, kwargs, batch=batch, loss=loss, precision=own.precision, count=TRIED,
+        mesh=mesh, strategy=own,
+    )  # fmt: skip
+    if not plans:
+        raise AutoparError("nothing-fits", plans.hint, "more devices, fewer rows or shorter ones")
+    refused: list[str] = []
+    for found in plans:
+        chosen = settings(found, own, hardware)
+        try:
+            _compile(model, example, found, chosen, loss)
+        except AutoparError as error:
+            refused.append(f"{found.mesh} {found.strategy}: {error.message} [{error.slug}]")
+            continue
+        return Decision(found.mesh, str(chosen), batch, _summary(found, batch), _text(found, plans, refused))
+    raise AutoparError("nothing-compiles", "\n".join(("no plan that fits can be compiled:", *refused)), "give a mesh")
+
+
+def settings(found: Plan, own: Strategy, hardware: str) -> Strategy:
+    """The plan as a Strategy for any number of rows: microbatches by their rows, usual schedules left to them."""
+    chosen = Strategy.of(found.strategy)
+    kept = {f.name: getattr(own, f.name) for f in fields(Strategy) if f.name not in (*DECIDED, "microbatch_rows")}
+    kept = {**kept, "hardware": hardware}
+    given = own.microbatches is not None
+    several = found.option.microbatches > 1 or found.option.sizes["pp"] > 1
+    return replace(
+        chosen, **kept,
+        microbatches=own.microbatches,
+        microbatch_rows=found.option.rows if several and not given else None,
+        schedule=None if chosen.schedule in ("1f1b", "gpipe") else chosen.schedule,
+    )  # fmt: skip
+
+
+def _compile(model: nn.Module, example: Example, found: Plan, strategy: Strategy, loss: Any) -> None:
+    """Compile the plan for its first rank, as ``parallelize`` does. Raises what it raises."""
+    mesh = Mesh.parse(found.mesh)
+    own = found.option.rows * found.option.microbatches
+    compiler = Compiler(
+        model, mesh, strategy, at=lambda m: m.coordinates(0), agree=lambda *a, **k: (own,) * mesh.data_size, loss=loss
+    )
+    with uncollected():
+        compiler.example(*example.with_rows(own), model.training)
+
+
+def _summary(found: Plan, batch: int) -> str:
+    what = f"{found.mesh} {found.strategy}".strip()
+    return f"{what}: predicted {found.seconds * 1e3:.3g} ms a step of {batch} rows, {found.memory / 2**30:.3g} GiB"
+
+
+def _text(found: Plan, plans: Plans, refused: list[str]) -> str:
+    over = "".join(f"passed over, as it cannot be compiled: {line}\n" for line in refused)
+    return f"{found.explain()}\n{plans}\n{over}"
+
+
+def decided(
+    model: nn.Module,
+    mesh: DeviceMesh | str | Mapping[str, int] | int | None,
+    example: Inputs | None,
+    strategy: str,
+    loss: Callable[[Any], Tensor] | None,
+) -> tuple[Decision, Inputs]:
+    """What the first process decides, and the example inputs with a data rank's share of the rows that it is for.
+
+    Collective over all processes; an error of the first is raised on every one.
+    """
+    if example is None:
+        raise AutoparError("input-structure", 'strategy="auto" without example inputs', "give args= or kwargs=")
+    rows = everyones(Example.of(*example).rows)
+    fixed = sizes_of(mesh, len(rows))
+    whole = bool(fixed) and Mesh.of(fixed).world == len(rows)
+    batch = rows[0] * Mesh.of(fixed).data_size if whole else sum(rows)
+
+    def choose() -> Decision:
+        made = decide(
+            model, len(rows), *example, strategy, mesh=fixed, rows=batch, loss=loss, hardware=accelerator()
+        )
+        print(f"autopar: {made.summary}; pm.plan.explain() says why", file=sys.stderr)
+        return made
+
+    made = of_the_first(choose)
+    return made, Example.of(*example).with_rows(batch // Mesh.parse(made.mesh).data_size)
+
+
+def sizes_of(mesh: DeviceMesh | str | Mapping[str, int] | int | None, world: int) -> dict[str, int]:
+    """The axes that are decided by what a user gives for ``auto``. Raises AutoparError ``bad-mesh``."""
+    fixed: dict[str, int] = {}
+    count = world
+    if isinstance(mesh, DeviceMesh):
+        count = mesh.size()
+        if mesh.ndim > 1:
+            fixed = dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape))
+    elif isinstance(mesh, int):
+        count = mesh
+    elif mesh is not None:
+        fixed = dict((Mesh.of(mesh) if isinstance(mesh, Mapping) else Mesh.parse(mesh)).axes)
+    if count != world:
+        why = f'strategy="auto" on {count} devices of {world} processes'
+        raise AutoparError("bad-mesh", why, "give all processes, or a mesh and a strategy")
+    return fixed
