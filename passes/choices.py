@@ -37,7 +37,8 @@ def microbatches_of(strategy: Strategy, program: Program) -> tuple[int, tuple[st
     if not rows or len(set(rows)) > 1:
         return 1, (f"1 microbatch: the rows of the data ranks differ, {rows}" if rows else "1 microbatch: no rows",)
     if most is not None:
-        count = next(n for n in range(1, rows[0] + 1) if rows[0] % n == 0 and rows[0] // n <= most)
+        counts = [n for n in range(1, rows[0] + 1) if rows[0] % n == 0 and rows[0] // n <= most]
+        count = next((n for n in counts if ranks == 1 or _runs(strategy, ranks, n)), counts[0])
         return count, (f"{count} microbatches: {rows[0]} rows in parts of at most {most}",)
     counts = [n for n in range(1, min(rows[0], MOST * ranks) + 1) if rows[0] % n == 0]
     able = [n for n in counts if _runs(strategy, ranks, n)]

@@ -19,7 +19,7 @@ from autopar.solve.candidates import relations_of, spread
 from autopar.solve.fallback import report_opaque
 from autopar.solve.flow import Flow, flow_of
 from autopar.solve.problem import Choices, solve
-from autopar.solve.sources import batch_shard, product_parameters, sources
+from autopar.solve.sources import batch_shard, product_weights, sources
 
 AXIS = "ep"
 MUST = 1e5  # µs: gathering experts that are shared out
@@ -110,7 +110,9 @@ def _owned(program: Program, flow: Flow, relations: dict[fx.Node, Relation]) -> 
     """Stacked parameters of experts, with the shard of their first dim. Raises AutoparError ``indivisible-dim``."""
     ways = program.mesh.size(AXIS)
     found = {v: None for n, _ in flow.ops if n.target is ops.experts for v in flow.inputs(n)[3:]}
-    dense = [v for v in sorted(product_parameters(flow)) if len(flow.values[v].spec.shape) > 2 and v not in found]
+    dense = [
+        v for v in sorted(product_weights(flow).parameters) if len(flow.values[v].spec.shape) > 2 and v not in found
+    ]
     found |= {v: None for v in dense if _is_chosen(flow, relations, v)}
     for v in found:
         value = flow.values[v]

@@ -16,7 +16,6 @@ from autopar.ir.mesh import TIME
 from autopar.ir.program import Input, Output, Program
 from autopar.passes.base import Context
 from autopar.passes.data_parallel import DataParallel, batch_dim, check_microbatches, coupled, start
-from autopar.rules.arguments import arguments
 from autopar.solve.candidates import relations_of, spread
 from autopar.solve.flow import Flow, flow_of
 from autopar.solve.problem import conversions, solve
@@ -81,16 +80,12 @@ def _reads_parameters(node: fx.Node) -> bool:
     seen, todo = {node}, [node]
     while todo:
         n = todo.pop()
-        if ("param" in n.meta and n.meta.get("diff")) or n.op == "call_module" or _draws(n):
+        if ("param" in n.meta and n.meta.get("diff")) or n.op == "call_module" or ops.drawn(n):
             return True
         fresh = [a for a in n.all_input_nodes if a not in seen]
         seen.update(fresh)
         todo += fresh
     return False
-
-
-def _draws(node: fx.Node) -> bool:
-    return node.target is ops.dropout or (node.target is ops.attention and bool(arguments(node)["dropout"]))
 
 
 def _prologue(program: Program, places: list[int]) -> Program:

@@ -1,7 +1,8 @@
 """Pass ``tensor-parallel``: weights, heads, vocabulary and (with ``sequence``) positions over the ``tp`` axis."""
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
-from math import gcd
+from math import gcd, prod
 from typing import ClassVar
 
 from torch import fx
@@ -22,8 +23,9 @@ from autopar.solve.prices import conversion_prices, op_prices
 from autopar.solve.problem import Choices, solve
 from autopar.solve.residual import residual_stream
 from autopar.solve.sources import (
+    Weights,
     grouped,
-    product_parameters,
+    product_weights,
     repeated_parameters,
     repeats,
     sequence_seeds,
@@ -71,7 +73,7 @@ class TensorParallel(Pass):
         flow = flow_of(program)
         program.mesh = sub_axes(program.mesh, flow) if context.mesh is None else _as_before(program.mesh, context.mesh)
         relations = relations_of(flow)
-        weights = product_parameters(flow)
+        weights = product_weights(flow)
         exempt: set[int] = set()
         shared = 1
         stream = residual_stream(flow)
@@ -79,7 +81,7 @@ class TensorParallel(Pass):
             shared *= program.mesh.size(axis)
             few = [n for n, h, g in (*grouped(flow), *repeats(flow)) if g < h and g % shared]
             exempt = repeated_parameters(flow, few)
-            seeds = list(weight_seeds(flow, weights, program.mesh, axis))
+            seeds = list(weight_seeds(flow, weights.parameters, program.mesh, axis))
             if self.sequence:
                 seeds += sequence_seeds(flow, batch_dims(program, flow, relations), program.mesh, axis)
             batch = batch_dims(program, flow, relations)
@@ -96,8 +98,10 @@ class TensorParallel(Pass):
             solution = solve(flow, space.choices())
             context.warnings += report_opaque(flow, found, solution, axis, strict=context.strict)
             write(program, flow, axis, solution)
-        late = {v for v in weights if flow.values[v].key[0].meta["param"] in context.unread}
-        context.warnings += _held_whole(program, flow, weights - exempt - late, "no dim can be shared out of")
+        late = {v for v in weights.parameters if flow.values[v].key[0].meta["param"] in context.unread}
+        context.warnings += _held_whole(
+            program, flow, weights.parameters - exempt - late, "no dim can be shared out of"
+        )
         context.warnings += _held_whole(program, flow, late, "the first call did not use")
         return program
 
@@ -131,14 +135,14 @@ def batch_dims(program: Program, flow: Flow, relations: dict[fx.Node, Relation])
     }
 
 
-def _held_whole(program: Program, flow: Flow, weights: set[int], why: str) -> list[str]:
+def _held_whole(program: Program, flow: Flow, weights: Set[int], why: str) -> list[str]:
     """A message naming the weights of products that every rank of tp holds whole."""
     parts = program.mesh.parts("tp")
     whole = []
     for v in sorted(weights):
         name = flow.values[v].key[0].meta["param"]
         layout = program.params[name].layout
-        held = program.params[name].kind == "parameter"
+        held = program.params[name].kind == "parameter" and prod(flow.values[v].spec.shape) > 1
         if held and layout is not None and not any(isinstance(layout.get(a), Shard) for a in parts):
             whole.append(f"{name} {list(flow.values[v].spec.shape)}")
     if not whole or program.mesh.size("tp") == 1:
@@ -179,7 +183,7 @@ class _Space:
     found: Candidates
     axis: str
     sequence: bool
-    weights: set[int]
+    weights: Weights
     exempt: set[int]
 
     def choices(self) -> Choices:
@@ -197,7 +201,7 @@ class _Space:
             return prices(node, a) + (POSITIONS if self.sequence and self._idle(node, a, options[node]) else 0.0)
 
         def convert_price(v: int, src: Type, dst: Type) -> float:
-            gathered = flow.values[v].role == "param" and isinstance(src, Shard) and v in self.weights
+            gathered = isinstance(src, Shard) and v in self.weights.parameters | self.weights.computed
             return convert(v, src, dst) + (MUST if gathered else 0.0)
 
         return Choices(
@@ -212,7 +216,7 @@ class _Space:
     def _idle(self, node: fx.Node, a: Assignment, options: list[Assignment]) -> bool:
         """Whether an op that has no weight of its own could shard positions or features but stays whole."""
         sharded = [any(isinstance(t, Shard) for t in (*o.inputs, *o.outputs)) for o in options]
-        own = any(self.flow.of(x) in self.weights for x in tensor_args(node))
+        own = any(self.flow.of(x) in self.weights.parameters for x in tensor_args(node))
         return any(sharded) and not sharded[options.index(a)] and bool(node.meta.get("diff")) and not own
 
     def _types(self, v: int) -> list[Type]:
@@ -239,7 +243,11 @@ class _Space:
         mib = value.spec.bytes / 2**20 * PER_MIB
         if isinstance(kind, Shard):
             return mib / self.program.mesh.size(self.axis)
-        can = v in self.weights and v not in self.exempt and any(_storable(s) for s in self.found.shards.get(v, ()))
+        can = (
+            v in self.weights.parameters
+            and v not in self.exempt
+            and any(_storable(s) for s in self.found.shards.get(v, ()))
+        )
         return mib + (MUST if can else 0.0)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
 from autopar.ir.grouped import experts as experts
 from autopar.ir.scores import Masks, capped, with_sink
@@ -22,6 +22,11 @@ def convert(x: Tensor, axis: str, src: Any, dst: Any) -> Tensor:
 def dropout(x: Tensor, p: float, key: int) -> Tensor:
     """Zero each element with probability ``p`` and scale the rest by 1/(1-p). ``key`` tells the graph's draws apart."""
     return F.dropout(x, p, training=True)
+
+
+def draw(x: Tensor, kind: str, key: int) -> Tensor:
+    """Random numbers of x's shape and dtype: "uniform" from 0 to 1, or "normal". Of x's values it reads none."""
+    return torch.rand_like(x) if kind == "uniform" else torch.randn_like(x)
 
 
 def attention(
@@ -119,7 +124,8 @@ def token_loss(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
 
     0, and no gradient, where ``target == ignore_index``. As ``F.cross_entropy(reduction="none")``.
     """
-    flat = F.cross_entropy(logits.flatten(0, -2), target.flatten(), ignore_index=ignore_index, reduction="none")
+    rows = logits.reshape(-1, logits.shape[-1])
+    flat = F.cross_entropy(rows, target.flatten(), ignore_index=ignore_index, reduction="none")
     return flat.view(target.shape)
 
 
@@ -131,5 +137,12 @@ def stacked(*params: Tensor) -> Tensor:
 FACTORIES = (torch.ops.aten.full.default, torch.ops.aten.arange.start_step)
 """Ops that make a tensor of numbers. They name no device in a Program: whoever runs it says where."""
 
-IR_OPS = (convert, dropout, attention, ring_attention, token_loss, experts, stacked)
+IR_OPS = (convert, dropout, draw, attention, ring_attention, token_loss, experts, stacked)
 ATTENTION = (attention, ring_attention)
+
+
+def drawn(node: fx.Node) -> bool:
+    """Whether the node draws random numbers."""
+    if node.target is attention:
+        return bool(node.kwargs.get("dropout", node.args[4] if len(node.args) > 4 else 0.0))
+    return node.target in (dropout, draw)

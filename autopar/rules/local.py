@@ -218,6 +218,15 @@ def _mean(node: fx.Node, place: Place) -> None:
     node.args = (x, dims, bool(known.get("keepdim", False)), prod(shape[d] for d in dims))
 
 
+def _convolution(node: fx.Node, place: Place) -> None:
+    """A rank has as many groups as its share of the channels."""
+    groups, ahead = arguments(node).get("groups", 1), len(node.meta["spec"].shape)
+    dim = ahead - len(tensor_args(node)[1].meta["spec"].shape) + 1  # of the channels: there may be no batch
+    made, whole = place.shape(node.meta["spec"], place.outputs[0])[dim], node.meta["spec"].shape[dim]
+    if groups != 1 and made != whole:
+        with_arguments(node, groups=groups * made // whole)
+
+
 def _embedding(node: fx.Node, place: Place) -> None:
     known = arguments(node)
     rows = known["weight"].meta["spec"].shape[0]
@@ -248,10 +257,14 @@ def _sharing(place: Place, which: int = 0) -> tuple[Any, ...]:
     return tuple(place.handle(a) for a, t in place.inputs[which].types if isinstance(t, Shard))
 
 
-def _dropout(node: fx.Node, place: Place) -> None:
-    known = arguments(node)
-    node.target, node.kwargs = random.dropout, {}
-    node.args = (known["x"], known["p"], known["key"], _sharing(place), place.handle("rng"))
+def _drawn(target: Callable[..., Any]) -> Callable[[fx.Node, Place], None]:
+    """The op of three arguments, the last its key, as ``target`` draws it on shards."""
+
+    def rewrite(node: fx.Node, place: Place) -> None:
+        node.args = (*arguments(node).values(), _sharing(place), place.handle("rng"))
+        node.target, node.kwargs = target, {}
+
+    return rewrite
 
 
 MASKS = ("bias", "sink", "cap", "band", "query_ids", "key_ids")  # arguments of attention beside mask and fill
@@ -409,8 +422,13 @@ LOCAL: dict[Any, Callable[[fx.Node, Place], None]] = {
     aten.mean.dim: _mean,
     aten.mean.default: _mean,
     aten.embedding.default: _embedding,
+    aten.convolution.default: _convolution,
+    aten.conv1d.default: _convolution,
+    aten.conv2d.default: _convolution,
+    aten.conv3d.default: _convolution,
     ops.token_loss: _token_loss,
-    ops.dropout: _dropout,
+    ops.dropout: _drawn(random.dropout),
+    ops.draw: _drawn(random.draw),
     ops.attention: _attention,
     ops.experts: _experts,
     ops.stacked: _stacked,

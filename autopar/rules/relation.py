@@ -285,6 +285,42 @@ def join(pieces: Iterator[Piece] | list[Piece]) -> tuple[Piece, ...]:
 
 
 @dataclass(frozen=True)
+class Grouped:
+    """Channels that are ``groups`` independent groups: a shard of them takes whole groups, everywhere the same ones.
+
+    ``labels`` name the dims of channels "c" (taken) and "o" (made), and say how every other dim is related. ``sizes``:
+    how many channels there are by label.
+    """
+
+    labels: Labels
+    groups: int
+    sizes: dict[str, int]
+
+    def transfer(self, port: int, shard: Shard) -> Assignment | None:
+        """See Relation."""
+        name = (*self.labels.inputs, *self.labels.outputs)[port][shard.dim]
+        if name not in self.sizes:
+            return self.labels.transfer(port, shard)
+        wide = self.sizes[name] // self.groups
+        if any(p.length % wide or p.inner % wide for p in shard.pieces):
+            return None
+        groups = [p.over(p.length // wide, p.inner // wide) for p in shard.pieces]
+
+        def of(dims: Dims) -> Type:
+            own = next((n for n in dims if n in self.sizes), None)
+            if own is None:
+                return R
+            each = self.sizes[own] // self.groups
+            return Shard(dims.index(own), tuple(p.over(p.length * each, p.inner * each) for p in groups))
+
+        return Assignment(tuple(map(of, self.labels.inputs)), tuple(map(of, self.labels.outputs)))
+
+    def partials(self) -> Iterator[Assignment]:
+        """See Relation."""
+        return self.labels.partials()
+
+
+@dataclass(frozen=True)
 class Opaque:
     """An op without a rule: computed whole."""
 

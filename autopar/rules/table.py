@@ -190,6 +190,7 @@ TABLE: dict[Any, Builder] = {
     aten.bucketize.Tensor: rule("b.., !n -> b.."),
     aten.prelu.default: b.prelu,
     ops.dropout: pointwise(),
+    ops.draw: pointwise(),
 }
 
 INTERNAL = {ops.token_loss: frozenset({"v"})}

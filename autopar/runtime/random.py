@@ -1,8 +1,8 @@
-"""Random masks that follow the mesh: the same where ranks hold the same value, different where they hold shards.
+"""Random numbers that follow the mesh: the same where ranks hold the same value, different where they hold shards.
 
-A mask is drawn by its own generator, seeded by a hash of the seed, the step, the module's path, the op's key and the
+They are drawn by its own generator, seeded by a hash of the seed, the step, the module's path, the op's key and the
 coordinates of the axes that shard the value. So it depends on no global generator, on no order of execution, and a
-recomputed forward draws it again.
+recomputed forward draws them again.
 """
 
 import hashlib
@@ -95,6 +95,26 @@ def dropout(x: Tensor, p: float, key: str | int, shares: tuple[Axis, ...], rng: 
     names = ",".join(a.name for a in shares if a.size > 1)
     keep = keep_mask(rng.seed, f"{key}/{names}", place, x.shape, 1.0 - p, x.device)
     return x * keep * (1.0 / (1.0 - p))
+
+
+@torch.library.custom_op("autopar::numbers", mutates_args=())
+def numbers(like: Tensor, seed: Tensor, key: str, place: Sequence[int], kind: str) -> Tensor:
+    """Numbers of ``kind``, of the shape and dtype of ``like``, drawn for (seed, key, place)."""
+    generator = torch.Generator(like.device).manual_seed(_mix(int(seed), key, tuple(place)))
+    out = torch.empty_like(like, memory_format=torch.contiguous_format)
+    return out.uniform_(generator=generator) if kind == "uniform" else out.normal_(generator=generator)
+
+
+@numbers.register_fake
+def _(like: Tensor, seed: Tensor, key: str, place: Sequence[int], kind: str) -> Tensor:
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+
+def draw(x: Tensor, kind: str, key: str | int, shares: tuple[Axis, ...], rng: Rng) -> Tensor:
+    """Numbers of x's shape and dtype, "uniform" from 0 to 1 or "normal"; ``key`` and ``shares`` as in ``dropout``."""
+    place = [a.coordinate for a in shares if a.size > 1]
+    names = ",".join(a.name for a in shares if a.size > 1)
+    return numbers(x, rng.seed, f"{key}/{names}", place, kind)
 
 
 def attention_with_dropout(

@@ -1,7 +1,9 @@
 """Where a solve starts: which values nobody computes, and which factors of them an axis may shard."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from autopar.ir import ops
@@ -49,36 +51,62 @@ def batch_shard(mesh: Mesh, axis: str, rows: tuple[int, ...]) -> Shard:
     return Shard(0, (Piece(total, ways, inner),))
 
 
-def product_parameters(flow: Flow) -> set[int]:
-    """Parameters that reach a matrix product, a convolution or a lookup by moves alone."""
-    reach: set[int] = set()
+@dataclass(frozen=True)
+class Weights:
+    """What matrix products, convolutions and lookups take as weights.
+
+    Args:
+        parameters: those that reach one by moves, or by arithmetic with parameters.
+        computed: values that parameters alone make: adapters merged into a weight, a scale of its rows.
+    """
+
+    parameters: frozenset[int]
+    computed: frozenset[int]
+
+
+def product_weights(flow: Flow) -> Weights:
+    """The parameters and the values made of them alone that products, convolutions and lookups read."""
+    only, arithmetic = _of_parameters(flow)
+    seen: set[int] = set()
     for node, _ in flow.ops:
         if node.target in PRODUCTS:
-            reach.update(_behind(flow, node))
-    return reach
+            seen |= _behind(flow, node, arithmetic)
+    held = frozenset(v for v in seen if flow.values[v].role == "param")
+    return Weights(held, frozenset(seen & only - held))
 
 
-def _behind(flow: Flow, node: fx.Node) -> set[int]:
-    """Parameters behind a node's inputs, through moves and block arguments."""
+def _of_parameters(flow: Flow) -> tuple[set[int], set[int]]:
+    """(values that depend on parameters alone, those of them that are made element by element)."""
+    only = {i for i, v in enumerate(flow.values) if v.role == "param"}
+    arithmetic: set[int] = set()
+    for node, _ in flow.ops:
+        inputs = flow.inputs(node)
+        if inputs and all(v in only for v in inputs):
+            made = {v for v in flow.outputs(node) if v is not None}
+            only |= made
+            arithmetic |= made if torch.Tag.pointwise in getattr(node.target, "tags", ()) else set()
+    return only, arithmetic
+
+
+def _behind(flow: Flow, node: fx.Node, arithmetic: Set[int] = frozenset()) -> set[int]:
+    """Values behind a node's inputs, through moves, block arguments and ``arithmetic``, up to parameters."""
     makers = {flow.at[key]: key[0] for key in flow.at if is_op(key[0])}
     feeds: dict[int, list[int]] = {}
     for g in flow.groups:
         for a in g.arguments:
             feeds.setdefault(a, []).append(g.value)
-    found, seen = set(), set()
+    seen: set[int] = set()
     todo = flow.inputs(node)
     while todo:
         v = todo.pop()
         if v in seen:
             continue
         seen.add(v)
-        if flow.values[v].role == "param":
-            found.add(v)
-        elif v in feeds:
+        if v in feeds:
             todo.extend(feeds[v])
-        elif v in makers and makers[v].target in MOVES:
+        elif v in makers and (makers[v].target in MOVES or v in arithmetic):
             todo.extend(flow.inputs(makers[v]))
-    return found
+    return seen
 
 
 def repeated_parameters(flow: Flow, attentions: list[fx.Node]) -> set[int]:
@@ -100,7 +128,7 @@ def repeated_parameters(flow: Flow, attentions: list[fx.Node]) -> set[int]:
     return found
 
 
-def weight_seeds(flow: Flow, weights: set[int], mesh: Mesh, axis: str) -> Iterator[tuple[int, Shard]]:
+def weight_seeds(flow: Flow, weights: Set[int], mesh: Mesh, axis: str) -> Iterator[tuple[int, Shard]]:
     """Every dim of every product's weight, in contiguous runs; a sub-axis shards within its major one."""
     parts = mesh.parts(mesh.base(axis))
     major = 1

@@ -19,7 +19,7 @@ from autopar.ir.edit import frozen
 from autopar.ir.program import Block, Program, Spec
 from autopar.trace.gradients import mark_differentiable
 
-KEY_AT = {ops.dropout: 2, ops.attention: 8}  # which argument tells random draws apart
+KEY_AT = {ops.dropout: 2, ops.draw: 2, ops.attention: 8}  # which argument tells random draws apart
 
 
 @dataclass

@@ -215,9 +215,15 @@ def _var_args(args: tuple[Any, ...], unbiased: bool, keepdim: bool) -> tuple[Any
     return rest[0], bool(rest[1]), bool(rest[2])
 
 
+def _root(variance: Tensor) -> Tensor:
+    """Its square root, whose gradient is 0 where it is 0 (``std_backward`` of FunctionsManual.cpp), not infinite."""
+    flat = variance == 0
+    return torch.where(flat, variance, torch.where(flat, torch.ones_like(variance), variance).sqrt())
+
+
 @lowering(aten.std.default, aten.std.dim, aten.std.correction)
-def _std(b: Builder, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
-    return b.emit(aten.sqrt.default, var(b, x, *args, **kwargs))
+def _std(b: Builder, x: fx.Node, *args: Any, **kwargs: Any) -> Any:
+    return b.inline(_root, var(b, x, *args, **kwargs))
 
 
 @lowering(aten.var_mean.correction, aten.var_mean.dim, aten.var_mean.default)
@@ -227,9 +233,9 @@ def _var_mean(b: Builder, x: fx.Node, *args: Any, **kwargs: Any) -> tuple[fx.Nod
 
 
 @lowering(aten.std_mean.correction, aten.std_mean.dim, aten.std_mean.default)
-def _std_mean(b: Builder, x: fx.Node, *args: Any, **kwargs: Any) -> tuple[fx.Node, fx.Node]:
+def _std_mean(b: Builder, x: fx.Node, *args: Any, **kwargs: Any) -> tuple[Any, fx.Node]:
     variance, middle = _var_mean(b, x, *args, **kwargs)
-    return b.emit(aten.sqrt.default, variance), middle
+    return b.inline(_root, variance), middle
 
 
 def _group_norm(x: Tensor, w: Tensor | None, bias: Tensor | None, groups: int, eps: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Normal forms of attention, dropout, embeddings and losses."""
+"""Normal forms of attention, embeddings and losses."""
 
 from typing import Any, NoReturn
 
@@ -10,34 +10,6 @@ from autopar.errors import AutoparError
 from autopar.ir import ops
 from autopar.ir.program import Spec
 from autopar.trace.builder import Builder, aten, dtype, lowering, positive, shape
-
-
-@lowering(aten.dropout.default)
-def _dropout(b: Builder, x: fx.Node, p: float, train: bool) -> fx.Node:
-    if not train or p == 0:
-        return x
-    return b.emit(ops.dropout, x, float(p), b.key(), spec=x.meta["spec"])
-
-
-@lowering(aten.native_dropout.default)
-def _native_dropout(b: Builder, x: fx.Node, p: float, train: bool | None) -> tuple[fx.Node, None]:
-    return _dropout(b, x, p, train is not False), None
-
-
-@lowering(aten.bernoulli.p)
-def bernoulli(b: Builder, x: fx.Node, p: float, **_: Any) -> fx.Node:
-    """Ones at probability p: where a dropout of ones leaves something."""
-    left = b.emit(ops.dropout, b.full(shape(x), 1, dtype(x)), 1 - float(p), b.key(), spec=x.meta["spec"])
-    return b.cast(b.emit(aten.ne.Scalar, left, 0), dtype(x))
-
-
-@lowering(aten.feature_dropout.default)
-def feature_dropout(b: Builder, x: fx.Node, p: float, train: bool) -> fx.Node:
-    """Whole channels at once: a dropped-out mask of ones, multiplied in."""
-    if not train or p == 0:
-        return x
-    ones = b.full((*shape(x)[:2], *(1 for _ in shape(x)[2:])), 1, dtype(x))
-    return b.emit(aten.mul.Tensor, x, _dropout(b, ones, p, train))
 
 
 @lowering(aten.embedding.default)
@@ -241,7 +213,10 @@ def _huber(x: Tensor, y: Tensor, reduction: int, delta: float) -> Tensor:
 
 
 def _bce(x: Tensor, y: Tensor, weight: Tensor | None, reduction: int) -> Tensor:
-    loss = (y - 1) * torch.log1p(-x).clamp_min(-100) - y * torch.log(x).clamp_min(-100)
+    """``binary_cross_entropy`` of ATen/native/Loss.cpp: its derivative by x is finite where x is 0 or 1."""
+    seen = x.detach()
+    slope = (seen - y.detach()) / ((1 - seen) * seen).clamp_min(1e-12)
+    loss = (y - 1) * torch.log1p(-seen).clamp_min(-100) - y * torch.log(seen).clamp_min(-100) + (x - seen) * slope
     return _finish(loss if weight is None else loss * weight, reduction)
 
 

@@ -17,6 +17,7 @@ from autopar.emit.params import Place, initialise
 from autopar.errors import AutoparError
 from autopar.ir.evaluate import evaluate
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops import drawn
 from autopar.ir.program import Program
 from autopar.passes.base import Context
 from autopar.passes.planned import Planned, plan
@@ -89,7 +90,7 @@ def verify(
 ) -> Report:
     """Compare loss, outputs, every gradient and every buffer of all ranks with the unsharded model.
 
-    Runs the real per-rank code of each rank in a thread of this process. Dropout is off in both.
+    Runs the real per-rank code of each rank in a thread of this process. Dropout is off in both, and noise constant.
 
     Args:
         args, kwargs: the global batch.
@@ -150,7 +151,9 @@ class _Bench:
         """The traced program against the model itself, with its own gradients, unless it draws random numbers."""
         program = self.plain.program
         if _draws(program):
-            self.notes.append("dropout is off in this comparison, and the trace is not compared with the model")
+            self.notes.append(
+                "dropout is off and noise constant in this comparison, and the trace is not compared with the model"
+            )
             return {}
         model, values = copied(self.model), self.values(self.model, self.plain)
         with torch.enable_grad():
@@ -296,13 +299,7 @@ class _Fixed:
 
 
 def _draws(program: Program) -> bool:
-    from autopar.ir import ops
-    from autopar.rules.arguments import arguments
-
-    def drops(node: Any) -> bool:
-        return node.target is ops.dropout or (node.target is ops.attention and bool(arguments(node)["dropout"]))
-
-    return any(drops(n) for _, graph in program.graphs() for n in graph.nodes if n.op == "call_function")
+    return any(drawn(n) for _, graph in program.graphs() for n in graph.nodes if n.op == "call_function")
 
 
 def cotangent(x: Tensor) -> Tensor:

@@ -94,3 +94,40 @@ def test_with_sequence_norms_hold_their_positions():
 def test_one_rank_changes_nothing():
     program = planned("mlp", "dp=2,tp=1", f"{TP},reshard")
     assert all(a == "dp" for p in program.params.values() for a, _ in p.layout.types)
+
+
+class Merged(nn.Module):
+    """A frozen weight with an adapter added into it, and a scale of its rows."""
+
+    def __init__(self, wide: int, out: int) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.randn(out, wide), requires_grad=False)
+        self.down, self.up = nn.Parameter(torch.randn(4, wide)), nn.Parameter(torch.randn(out, 4))
+        self.scale = nn.Parameter(torch.ones(out, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, (self.base + 2 * self.up @ self.down) * self.scale)
+
+
+class Deep(nn.Module):
+    """A convolution of each channel by itself between two that mix them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.own, self.out = nn.Conv1d(8, 16, 1), nn.Conv1d(16, 16, 3, groups=16), nn.Conv1d(16, 8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.own(self.wide(x)))
+
+
+@pytest.mark.parametrize(
+    ("module", "x"),
+    [(nn.Sequential(Merged(16, 32), nn.GELU(), Merged(32, 16)), torch.randn(2, 6, 16)), (Deep(), torch.randn(2, 8, 6))],
+    ids=["merged", "deep"],
+)
+def test_computed_weights_and_single_channels_are_shared_out_and_stay_so(module, x):
+    program = run(trace(module, (x,), {}, mesh=Mesh.parse("tp=2"), loss=models.squares).program, f"{TP},reshard")
+    weights = {n: p.layout["tp"] for n, p in program.params.items() if len(p.spec.shape) > 1}
+    assert all(isinstance(t, Shard) for t in weights.values()), weights
+    gathers = [n for n in program.graph.nodes if n.target is ops.convert and isinstance(n.args[2], Shard)]
+    assert not any(n.args[0].meta["spec"].shape[0] != 2 for n in gathers), gathers  # of rows only, never of weights

@@ -1,4 +1,4 @@
-"""Dropout on shards: the same mask where ranks hold the same value, different ones where they hold different parts."""
+"""Dropout and noise on shards: the same where ranks hold the same value, different where they hold different parts."""
 
 import pytest
 import torch
@@ -48,6 +48,28 @@ def test_masks_follow_the_types(kind: Type) -> None:
     assert all(torch.equal(x, y) != isinstance(kind, Shard) for x, y in pairs)
     assert all(torch.equal(x, y) for x, y in zip(found, masks(op, a)))
     assert not torch.equal(found[0], masks(op, a, seed=1)[0])
+
+
+@pytest.mark.parametrize("kind", [I, R, plain_shard(0, 8, WAYS), plain_shard(1, 64, WAYS)], ids=str)
+@pytest.mark.parametrize("numbers", ["uniform", "normal"])
+def test_noise_follows_the_types(kind: Type, numbers: str) -> None:
+    op = Op.of(ops.draw, (torch.zeros(8, 64, dtype=torch.float64), numbers, 3), {})
+    a = Assignment((kind,), (kind,))
+    assert ops.draw in TABLE and a in strategies(op.node, [[kind] if isinstance(kind, Shard) else [], []])
+
+    def drawn(seed: int) -> list[Tensor]:
+        nodes = [localized(op, a, WAYS, c) for c in range(WAYS)]
+        parts = cut(op.tensors[0], kind, WAYS, torch.Generator())
+        shares = [tuple(Axis(h.name, WAYS, c, "") for h in n.args[3]) for c, n in enumerate(nodes)]
+        rng = Rng(torch.tensor(seed))
+        return [n.target(x, *n.args[1:3], s, rng) for n, x, s in zip(nodes, parts, shares, strict=True)]
+
+    found = drawn(0)
+    pairs = [(x, y) for i, x in enumerate(found) for y in found[i + 1 :]]
+    assert all(torch.equal(x, y) != isinstance(kind, Shard) for x, y in pairs)
+    assert all(torch.equal(x, y) for x, y in zip(found, drawn(0)))
+    assert not torch.equal(found[0], drawn(1)[0])
+    assert not any("P" in map(str, s.inputs) for s in strategies(op.node, [[], []]))
 
 
 def test_a_partial_value_is_not_dropped() -> None:

@@ -12,7 +12,7 @@ from autopar.ir import ops
 from autopar.ir.layout import I, P, Shard, plain_shard
 from autopar.ir.layout import R as RR
 from autopar.rules.attention import Attention
-from autopar.rules.relation import Assignment
+from autopar.rules.relation import Assignment, Grouped
 from autopar.rules.strategies import legal
 from autopar.rules.table import TABLE, aten, relation
 from tests.rules.execute import Op, check
@@ -20,7 +20,7 @@ from tests.rules.samples import MAKE, Random, calls
 
 S1 = plain_shard(1, 6, 2)
 RUNS = {aten.embedding.default, ops.token_loss}
-RANDOM = {ops.dropout}  # its own test compares masks
+RANDOM = {ops.dropout, ops.draw}  # their own tests compare masks and numbers
 LINES = [t for t in TABLE if t not in RANDOM]
 
 
@@ -71,7 +71,7 @@ BLOCKED = [  # op, its call, and the port and dim that must not be sharded
     (aten.flip.default, (R(4, 6), [1]), 0, 1),
     (aten.roll.default, (R(4, 6), [1], [1]), 0, 1),
     (aten.convolution.default, (R(2, 4, 6), R(4, 4, 3), None, [1], [1], [1], False, [0], 1), 0, 2),
-    (aten.convolution.default, (R(2, 4, 6), R(4, 1, 1), None, [1], [0], [1], False, [0], 4), 1, 0),
+    (aten.convolution.default, (R(2, 4, 6), R(4, 2, 2), None, [1], [0], [1], False, [0], 2), 1, 1),
     (aten.embedding.default, (R(6, 4), torch.tensor([1, 1, 1, 2]), -1, True), 1, 0),
     (aten.gather.default, (R(4, 6), 1, R.ints(6, 4, 6)), 0, 1),
     (aten.constant_pad_nd.default, (R(4, 6), [-1, 1]), 0, 1),
@@ -90,7 +90,7 @@ def test_a_blocked_dim_would_be_wrong_and_is_refused(target, args, port, dim):
     shard = plain_shard(dim, shapes[port][dim], 2)
     open_ = (
         replace(rel, labels=replace(rel.labels, blocked=frozenset()))
-        if isinstance(rel, Attention)
+        if isinstance(rel, (Attention, Grouped))
         else replace(rel, blocked=frozenset())
     )
     a = open_.transfer(port, shard)
@@ -98,6 +98,12 @@ def test_a_blocked_dim_would_be_wrong_and_is_refused(target, args, port, dim):
     assert not legal(op.node, a.inputs, a.outputs)
     with pytest.raises((AssertionError, RuntimeError)):
         check(op, a, 2)
+
+
+def test_a_shard_that_cuts_a_group_of_channels_is_refused():
+    op = Op.of(aten.convolution.default, (R(2, 6, 5), R(6, 2, 2), None, [1], [0], [1], False, [0], 3), {})
+    assert relation(op.node).transfer(0, plain_shard(1, 6, 3)) is not None
+    assert relation(op.node).transfer(0, plain_shard(1, 6, 2)) is None
 
 
 S0 = plain_shard(0, 4, 2)
