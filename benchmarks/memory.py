@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,17 +21,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
+from autopar.runtime.live import Live, held
 
 RANKS, TOKENS = 4, 64
 STAGES = (0, 1, 2, 3)
@@ -52,65 +49,6 @@ def llama(layers: int) -> LlamaForCausalLM:
         use_cache=False,
     )
     return LlamaForCausalLM(config)
-
-
-class Live(TorchDispatchMode):
-    """Bytes of all storages that ops made and that are still alive, and their peak."""
-
-    def __init__(self, held: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        for x in held:
-            self.see(x)
-        self.peak = self.total()
-
-    def see(self, x: Tensor) -> None:
-        """Follow a tensor's storage; a DTensor's is its local tensor's."""
-        local = x._local_tensor if isinstance(x, DTensor) else x
-        if type(local) in (Tensor, nn.Parameter) and not local.is_meta:
-            storage = local.untyped_storage()
-            self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-
-    def __enter__(self) -> "Live":
-        plain = self.resize = torch.UntypedStorage.resize_
-
-        def resize(storage: Any, size: int) -> Any:
-            out = plain(storage, size)
-            if storage._cdata in self.storages:
-                self.storages[storage._cdata] = (self.storages[storage._cdata][0], size)
-                self.peak = max(self.peak, self.total())
-            return out
-
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self.resize  # type: ignore[method-assign]
-        super().__exit__(*error)
-
-    def total(self) -> int:
-        """Bytes alive now."""
-        self.storages = {k: v for k, v in self.storages.items() if not v[0].expired()}
-        return sum(size for _, size in self.storages.values())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves((args, kwargs, out)):
-            if isinstance(x, Tensor):
-                self.see(x)
-        self.peak = max(self.peak, self.total())
-        return out
-
-
-def held(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of the tensors' storages, each once."""
-    found = {}
-    for x in tensors:
-        if x is not None:
-            storage = (x._local_tensor if isinstance(x, DTensor) else x).untyped_storage()
-            found[storage._cdata] = storage.nbytes()
-    return sum(found.values())
 
 
 def measure(parameters: list[Tensor], step: Callable[[], Any]) -> Measured:

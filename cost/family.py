@@ -98,7 +98,7 @@ class Unit:
         calls: instances in the model. kernels, messages: what runs and what is sent.
         parameters: elements on one rank by the data axes over which gradients are summed (``dp+ep``, or ``dp``).
         activations: bytes kept for the backward, where nothing, matmuls and attention, or inputs alone are kept
-            ("none", "selective", "full" recompute).
+            ("none", "selective", "full" recompute); the others as ``cost.keep.keeps`` says.
         hidden: bytes of what goes on to the next unit. heads: (query bytes, key and value bytes) of attention.
     """
 
@@ -227,7 +227,7 @@ def _unit(
                 heads[1] += times * sum(_bytes(node, a, shapes) for a in "kv")
     work = tuple((times, kernel) for kernel, times in count.items() if times)
     sent = tuple(sorted((replace(m, calls=n) for m, n in messages.items()), key=str))
-    held = {policy: kept[policy] for policy in ("none", "selective", "full")}
+    held = {name: kept[name] for name in ("none", "selective", "full", "again", "sent", "transient", "alone")}
     return Unit(name, calls, work, sent, parameters, held, kept["hidden"], (heads[0], heads[1]))
 
 

@@ -8,19 +8,24 @@ from torch import fx
 
 from autopar.cost.compute import Shapes, bound, differentiable, node_cost
 from autopar.cost.kernels import fusion, kept
-from autopar.cost.memory import owner_of, saved, storage
+from autopar.cost.memory import moves_nothing, owner_of, saved, storage
 from autopar.cost.symbols import Number
+from autopar.cost.transient import transient
 from autopar.ir import ops
 from autopar.ir.layout import Shard
 from autopar.ir.program import Program, tensor_args
 
 HEAVY = ("matmul", "attention")
+TRANSIENT = {"transient": True, "alone": False}
 
 
 def keeps(
     program: Program, shapes: Shapes, sides: Mapping[fx.Node, str], fused: bool = False, regather: bool = False
 ) -> dict[str, dict[str, Number]]:
     """By unit: bytes of one call under "none", "selective" and "full" recompute, and "hidden", what it passes on.
+
+    "again": what selective recomputation makes again of one call; "sent": what it keeps of collectives' results. "transient": see ``cost.transient``, 0 where fused;
+    "alone": the same on one tensor rank.
 
     Args:
         sides: "first" or "last" of each node of the outer graph, which never recomputes.
@@ -30,12 +35,18 @@ def keeps(
     out: dict[str, dict[str, Number]] = {}
     for unit in dict.fromkeys((*sides.values(), *program.blocks)):
         own = everything.get(unit, 0)
-        out[unit] = {"none": own, "selective": own, "full": own, "hidden": 0}
+        block = program.blocks.get(unit)
+        nodes = [n for n, side in sides.items() if side == unit] if block is None else list(block.graph.nodes)
+        moments = {name: 0 if fused else transient(nodes, shapes, several) for name, several in TRANSIENT.items()}
+        out[unit] = {"none": own, "selective": own, "full": own, "hidden": 0, "again": 0, "sent": 0, **moments}
     for name, block in program.blocks.items():
         results: Any = block.graph.output_node().args[0]
         passed = sum(_bytes(n, shapes) for n in results if isinstance(n, fx.Node) and differentiable(n))
         heavy = sum(_bytes(n, shapes) + saved(n, shapes).extra for n in block.graph.nodes if _heavy(n))
-        out[name].update(selective=heavy + passed, full=passed, hidden=passed)
+        again = {s for n in block.graph.nodes for v in saved(n, shapes).values if not _heavy(s := storage(v))}
+        light = sum(_bytes(n, shapes) for n in again if n.op == "call_function")
+        sent = sum(_bytes(n, shapes) for n in block.graph.nodes if n.target is ops.convert and _heavy(n))
+        out[name].update(selective=heavy + passed, full=passed, hidden=passed, again=light, sent=sent)
     calls = list(program.calls())
     if calls:
         entering = (n for n in calls[0].all_input_nodes if "param" not in n.meta and differentiable(n))
@@ -86,7 +97,9 @@ def _shards(value: fx.Node) -> fx.Node:
 
 def _heavy(node: fx.Node) -> bool:
     """What selective recomputation keeps: results of matrix products, attention and collectives."""
-    return differentiable(node) and (node.target is ops.convert or node_cost(node).kind in HEAVY)
+    if node.target is ops.convert:
+        return differentiable(node) and not moves_nothing(node)
+    return differentiable(node) and node_cost(node).kind in HEAVY
 
 
 def _bytes(node: fx.Node, shapes: Shapes) -> Number:

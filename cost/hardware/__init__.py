@@ -63,6 +63,8 @@ class Hardware:
         matmul_half: size of a dim at which a matmul reaches half of that, in elements (``compute.efficiency``).
         attention_efficiency: share of ``peak`` that fused attention reaches, (forward, backward).
         node: ranks that share the inner tier. ranks: of the whole cluster, 0 where not said.
+        host: seconds that a rank spends on each op besides its work. unit: the same for each unit of parameters that an
+            engine gathers or reduces. overlap: share of compute behind which collectives can hide.
     """
 
     name: str
@@ -77,6 +79,9 @@ class Hardware:
     inner: Tier
     outer: Tier
     ranks: int = 0
+    host: float = 0.0
+    unit: float = 0.0
+    overlap: float = 1.0
 
     def flops_per_second(self, dtype: torch.dtype) -> float:
         """Peak for ``dtype``; complex as its parts, integers as fp32. Raises AutoparError ``no-peak``."""
@@ -169,6 +174,7 @@ def _tier(raw: Mapping[str, Any]) -> Tier:
 
 def _build(name: str, raw: Mapping[str, Any]) -> Hardware:
     memory, matmul, attention = raw["memory"], raw["matmul"], raw["attention"]
+    host = {key: _number(entry) for key, entry in raw.get("host", {}).items()}
     return Hardware(
         name=name,
         peak={getattr(torch, dtype): _number(entry) for dtype, entry in raw["peak"].items()},
@@ -181,4 +187,7 @@ def _build(name: str, raw: Mapping[str, Any]) -> Hardware:
         node=int(_number(raw["node"])),
         inner=_tier(raw["inner"]),
         outer=_tier(raw["outer"]),
+        host=host.get("op", 0.0),
+        unit=host.get("unit", 0.0),
+        overlap=host.get("overlap", 1.0),
     )
