@@ -5,12 +5,14 @@ microbatches in the order of its schedule, the engine's collectives behind them,
 that can be its fullest, in which not everything is alive at once.
 """
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 
+from autopar.cost.communication import collective_bytes
 from autopar.cost.cut import stages_of
 from autopar.cost.forms import BACKWARD, FORWARD, Forms, UnitTimes
 from autopar.cost.hardware import Hardware
@@ -26,6 +28,16 @@ WAITING = ("bubble", "pp")
 
 
 @dataclass(frozen=True)
+class Sent:
+    """Bytes that a rank sends along an axis in a step, in collectives of one kind; ``inside``: a node's links alone."""
+
+    axis: str
+    collective: str
+    bytes: float
+    inside: bool
+
+
+@dataclass(frozen=True)
 class Rehearsal:
     """A step as it is predicted to run.
 
@@ -34,6 +46,7 @@ class Rehearsal:
         timeline: forwards and backwards of every rank of the pipeline.
         gradients, optimizer: seconds that follow, on each of them.
         memory: bytes by kind of each, at its fullest moment.
+        traffic: what one rank sends in a step.
     """
 
     option: Option
@@ -41,6 +54,7 @@ class Rehearsal:
     gradients: tuple[float, ...]
     optimizer: tuple[float, ...]
     memory: tuple[Kinds, ...]
+    traffic: tuple[Sent, ...] = ()
 
 
 def rehearse(forms: Forms, hardware: Hardware, option: Option, regime: Regime, positions: int) -> Rehearsal:
@@ -54,10 +68,10 @@ class _Step:
     def __init__(
         self, forms: Forms, hardware: Hardware, option: Option, regime: Regime, positions: int
     ) -> None:
-        self.option, self.hardware, self.regime = option, hardware, regime
+        self.option, self.hardware, self.regime, self.forms = option, hardware, regime, forms
         self.pp, self.m = option.sizes["pp"], option.microbatches
         sizes = {a: np.array([float(n)]) for a, n in option.sizes.items()}
-        points = {**sizes, "b": np.array([float(option.rows)]), "s": np.array([positions / option.sizes["cp"]])}
+        points = self.points = {**sizes, "b": np.array([float(option.rows)]), "s": np.array([positions / option.sizes["cp"]])}
         self.links = Links.placed(hardware, sizes, option.order)
         self.times = [u.times(points, self.links, hardware) for u in forms.units]
         alone = option.sizes["tp"] == 1
@@ -80,7 +94,8 @@ class _Step:
         gradients = tuple(self._gradients(r) for r in range(self.pp))
         updates = tuple(self._update(r) for r in range(self.pp))
         memory = tuple(self._memory(r) for r in range(self.pp))
-        return Rehearsal(self._priced(line, gradients, updates, memory), line, gradients, updates, memory)
+        priced = self._priced(line, gradients, updates, memory)
+        return Rehearsal(priced, line, gradients, updates, memory, tuple(self._traffic(0)))
 
     def _priced(
         self, line: Timeline, gradients: tuple[float, ...], updates: tuple[float, ...], memory: tuple[Kinds, ...]
@@ -136,6 +151,51 @@ class _Step:
         out["cp"] = out.get("cp", 0.0) + self._context(rank)
         out["dp"] = out.get("dp", 0.0) + self._gathers(rank)
         return out
+
+    def _traffic(self, rank: int) -> Iterator[Sent]:
+        """What a rank sends in a step: conversions, gradients and parameters, keys and values, and between stages."""
+        found: dict[tuple[str, str], float] = defaultdict(float)
+        for count, unit in zip(self._units(rank), self.forms.units):
+            messages = unit.unit.messages
+            whole = Polynomials.of([m.bytes for m in messages])(self.points) if messages else np.zeros((0, 1))
+            for message, bytes_ in zip(messages, whole):
+                ways = self.option.sizes.get(message.axis, 1)
+                again = 1 + (self.option.recompute == "full" and message.when == FORWARD)
+                sent = float(collective_bytes(message.collective, float(bytes_[0]), ways))
+                found[message.axis, message.collective] += float(count) * self.m * again * sent
+        for group, rows in self._groups(rank).items():
+            ways, share = self._ways(group)
+            axes = "+".join(a for a in (*filter(None, group.split("+")), "cp") if self.option.sizes[a] > 1)
+            elements = sum(c * n for c, n in rows)
+            for collective, times, width in self._data():
+                found[axes, collective] += times * float(collective_bytes(collective, elements * width, share))
+        for axis, collective, bytes_ in self._near(rank):
+            found[axis, collective] += self.m * bytes_
+        for (axis, collective), bytes_ in found.items():
+            if bytes_ > 0:
+                parts = axis.split("+")
+                reach = max(float(self.links.strides[a][0]) * self.option.sizes[a] for a in parts)
+                yield Sent(axis, collective, bytes_, reach <= self.hardware.node)
+
+    def _data(self) -> Iterator[tuple[str, int, int]]:
+        """(collective, times in a step, bytes an element) of the engine."""
+        zero, m, r = self.option.zero, self.m, self.regime
+        if zero == 0:
+            yield "all_reduce", 1, r.reduce_width
+            return
+        yield "all_gather", 2 * m if zero == 3 else 1, r.compute_width
+        yield "reduce_scatter", m if zero > 1 else 1, r.reduce_width
+
+    def _near(self, rank: int) -> Iterator[tuple[str, str, float]]:
+        """(axis, what, bytes of a microbatch) of the ring or Ulysses, and of messages between stages."""
+        cp, units = self.option.sizes["cp"], self._units(rank)
+        queries, keys = (float(sum(c * t.heads[i][0] for c, t in zip(units, self.times))) for i in (0, 1))
+        if self.option.context == "ulysses":
+            yield "cp", "all_to_all", float(collective_bytes("all_to_all", 2 * (2 * queries + keys) * cp, cp))
+        elif cp > 1:
+            yield "cp", "ring", 3 * (cp - 1) * keys
+        if self.pp > 1:
+            yield "pp", "send", 2 * self.option.virtual * max(float(np.ravel(t.hidden)[0]) for t in self.times)
 
     def _context(self, rank: int) -> float:
         """Ring or Ulysses of a microbatch, forward and backward, as ``cost.step`` prices them; nothing hides where the

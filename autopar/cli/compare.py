@@ -9,7 +9,8 @@ from typing import Any
 from autopar.cli import _lower
 from autopar.cli.arguments import add_model, positive, split_axes
 from autopar.cli.models import load
-from autopar.cli.plans import plans_table, plans_text
+from autopar.cli.pictures import add_pictures, draw
+from autopar.cli.plans import plans_table, plans_text, text_of
 from autopar.cli.screen import Screen
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
@@ -36,11 +37,22 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--cluster", metavar="NAMExN", help="hardware and number of devices, as h100x64")
     parser.add_argument("--hardware", metavar="NAME", default="h100", help="profile that prices it (default h100)")
+    _add_more(parser)
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--format", choices=("table", "json", "csv"), default="table", help="default table")
     shape.add_argument("--json", action="store_const", const="json", dest="format", help="the same as --format json")
     shape.add_argument("--csv", action="store_const", const="csv", dest="format", help="the same as --format csv")
     parser.set_defaults(run=run)
+
+
+def _add_more(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--precision", choices=("bf16", "fp32"), help="default bf16, with --measure fp32")
+    parser.add_argument(
+        "--measure", action="store_true", help="also run, on this machine's processes, those that fit (with --cluster)"
+    )
+    parser.add_argument("--steps", type=positive, metavar="N", default=5, help="steps that are timed (default 5)")
+    parser.add_argument("--processes", type=positive, metavar="N", help="most ranks to run (default: this machine's cores)")
+    add_pictures(parser)
 
 
 def run(args: argparse.Namespace, screen: Screen) -> int:
@@ -50,6 +62,9 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         return 0
     if args.cluster:
         return _on_cluster(args, screen)
+    for name in ("measure", "html", "trace"):
+        if getattr(args, name):
+            raise AutoparError("bad-cluster", f"--{name} without --cluster", "add --cluster NAMExN, as cpux2 or h100x64")
     hardware, devices = _cluster(args)
     meanings = {text: _meaning(text, args.mesh, devices) for text in args.strategies}
     batch = args.batch or 2 * math.lcm(*(_lower.data_size(mesh) for mesh, _ in meanings.values()))
@@ -73,7 +88,9 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
 def _on_cluster(args: argparse.Namespace, screen: Screen) -> int:
     """Strategies, presets and ``auto`` by their closed forms, on a whole cluster."""
     from autopar.cost.hardware import load as profile
+    from autopar.cli.measured import measured_table, records, run_all
     from autopar.priced import compare, presets
+    from autopar.rehearsed import closer, rehearsed
 
     cluster, devices = _cluster(args)
     known = presets(profile(cluster))
@@ -82,16 +99,31 @@ def _on_cluster(args: argparse.Namespace, screen: Screen) -> int:
         mesh, fields = ("auto", {}) if text == "auto" else _meaning(known.get(text, text), args.mesh, devices)
         chosen.append((text, mesh, fields))
     batch = args.batch or 4 * (devices or 1)
+    precision = args.precision or ("fp32" if args.measure else "bf16")
     with screen.working(f"pricing {args.model} on {cluster}"):
         loaded = load(args.model)
         loaded.model.train()
         length = args.seq or loaded.sequence
-        rows = compare(loaded.model, cluster, (), loaded.kwargs(2, length), chosen, batch=batch, sequence=args.seq)
-    screen.say(f"{loaded.description}; global batch {batch} × {length}; {cluster}, bf16")
+        rows = compare(
+            loaded.model, cluster, (), loaded.kwargs(2, length), chosen, batch=batch, sequence=args.seq,
+            precision=precision,
+        )  # fmt: skip
+    screen.say(f"{loaded.description}; global batch {batch} × {length}; {cluster}, {precision}")
+    steps = [(name, plan, rehearsed(plan, loaded.model, precision, length)) for name, plan in rows]
+    pairs = []
+    if args.measure:
+        near = [(name, closer(plan, found)) for name, plan, found in steps]
+        pairs = run_all(
+            near, args.model, batch, length, padding=args.padding, precision=precision, steps=args.steps,
+            processes=args.processes, screen=screen,
+        )  # fmt: skip
     if args.format == "table":
-        screen.out.print(plans_table(rows))
+        screen.out.print(measured_table(pairs) if pairs else plans_table(rows))
+    elif pairs:
+        screen.write(text_of(records(pairs), args.format))
     else:
         screen.write(plans_text(rows, args.format))
+    draw(args, screen, loaded, steps, pairs)
     return 0
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from autopar.cli.arguments import add_model, positive
 from autopar.cli.models import load
+from autopar.cli.pictures import add_pictures, draw
 from autopar.cli.plans import plans_text
 from autopar.cli.screen import Screen
 
@@ -26,6 +27,7 @@ def add(commands: Any) -> None:
         "--explain", type=positive, metavar="N", help="plan N in full, and why its neighbours are worse"
     )
     parser.add_argument("--front", action="store_true", help="the Pareto front of time and memory instead")
+    add_pictures(parser)
     parser.add_argument("--json", action="store_true", help="the plans as json")
     parser.set_defaults(run=run)
 
@@ -33,6 +35,7 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Print the plans; exit status 1 where nothing fits."""
     from autopar.planner import plan
+    from autopar.rehearsed import rehearsed
 
     with screen.working(f"planning {args.model} on {args.cluster}"):
         loaded = load(args.model)
@@ -53,4 +56,8 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
             screen.out.print(grid)
     else:
         screen.out.print(plans.table(front=args.front))
+    if args.html or args.trace:
+        shown = [(f"plan {i}", p) for i, p in enumerate(plans[: args.top], 1)]
+        steps = [(n, p, rehearsed(p, loaded.model, args.precision, sequence)) for n, p in shown]
+        draw(args, screen, loaded, steps, front=plans.front)
     return 0

@@ -26,9 +26,13 @@ def record(name: str, plan: Plan) -> dict[str, Any]:
 
 def plans_text(rows: Rows, format: str) -> str:
     """Rows as ``json`` or ``csv``; a column that one lacks is 0."""
-    records = [record(name, plan) for name, plan in rows]
+    return text_of([record(name, plan) for name, plan in rows], format)
+
+
+def text_of(records: Sequence[dict[str, Any]], format: str) -> str:
+    """Flat dicts as ``json`` or ``csv``."""
     if format == "json":
-        return json.dumps(records, indent=2) + "\n"
+        return json.dumps(list(records), indent=2) + "\n"
     return csv_of(records)
 
 
@@ -40,8 +44,8 @@ def plans_table(rows: Rows) -> Table:
     table = Table(
         title="one step, and the fullest device", title_justify="left", title_style="bold", header_style="bold cyan"
     )
-    table.add_column("name")
-    table.add_column("mesh and strategy", overflow="fold")
+    table.add_column("name", overflow="fold")
+    table.add_column("mesh and strategy", overflow="fold", min_width=26)
     heads = ("step", "tokens/s/device", "MFU", *(f"{a} exposed" for a in axes), "bubble", "memory", *kinds)
     for head in heads:
         table.add_column(head, justify="right")

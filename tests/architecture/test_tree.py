@@ -12,7 +12,7 @@ SECTIONS = ["Does:", "Requires:", "Ensures:", "Communication:", "Limits:", "Sour
 ORDER = [
     "errors", "strategy", "ir", "presets", "runtime", "rules", "trace", "cost", "solve", "verify", "passes", "emit",
     "checkpoint", "emit.module", "emit.deferred", "compile", "verify.numerics", "plans", "families", "planner",
-    "priced", "predict", "calibrate", "auto", "api", "", "report", "cli", "__main__",
+    "priced", "predict", "calibrate", "rehearsed", "auto", "api", "", "measure", "report", "cli", "__main__",
 ]  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def test_data_files_are_packaged():
     globs = project["tool"]["setuptools"]["package-data"]
     listed = {p for package, patterns in globs.items() for g in patterns for p in _folder(package).glob(g)}
     wanted = {
-        p.resolve() for f in ("autopar", "passes", "cost") for s in ("json", "toml") for p in (ROOT / f).rglob(f"*.{s}")
+        p.resolve() for f in ("autopar", "passes", "cost") for s in ("json", "toml", "html") for p in (ROOT / f).rglob(f"*.{s}")
     }
     assert {p.resolve() for p in listed} == wanted
 
