@@ -16,6 +16,8 @@ from torch.multiprocessing.spawn import spawn
 
 SQUARES = (64, 128, 256, 512, 1024)
 MESSAGES = (2**14, 2**18, 2**22, 2**24)
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+RENAMED = (("all_gather_single", "all_gather_into_tensor"), ("reduce_scatter_single", "reduce_scatter_tensor"))
 Entry = tuple[float, str]
 
 
@@ -77,47 +79,73 @@ def attention(peak: float) -> tuple[float, float]:
 
 
 def memory() -> float:
-    """Bytes per second of a copy, read and written."""
-    source = torch.randn(2**22)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / seconds(lambda: target.copy_(source))
+    """Bytes per second of eager ops, as a forward runs them: two tensors read, one written, and the results kept.
+
+    Results that are kept lie in memory that is new to the process, which costs more than the copy itself.
+    """
+    a, b, count = torch.randn(2**19), torch.randn(2**19), 48
+    return 3 * a.nbytes * count / seconds(lambda: [a * b for _ in range(count)], 0.1)
+
+
+def host() -> float:
+    """Seconds of an op on almost nothing, with autograd: a third of its forward and backward."""
+    x = torch.randn(8, requires_grad=True)
+    count = 100
+
+    def chain() -> None:
+        y = x
+        for _ in range(count):
+            y = y * y
+        y.sum().backward()
+
+    return seconds(chain, 0.1) / count / 3
 
 
 def _rank(rank: int, ranks: int, folder: str) -> None:
+    """All that is measured on one rank while the others do the same."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     rows = []
+    gather, scatter = (getattr(dist, new, None) or getattr(dist, old) for new, old in RENAMED)
     for size in MESSAGES:
-        whole = torch.zeros(size // 4)
-        own = list(torch.zeros(size // 4).chunk(ranks))
-        rows.append([
-            size,
-            seconds(lambda x=whole: _timed(lambda: dist.all_reduce(x)), 0.0),  # type: ignore[misc]
-            seconds(lambda o=own: _timed(lambda: dist.all_gather(o, o[0].clone())), 0.0),  # type: ignore[misc]
-        ])  # fmt: skip
+        whole, part = torch.zeros(size // 4), torch.zeros(size // 4 // ranks)
+        work: list[Callable[[], object]] = [
+            lambda x=whole: dist.all_reduce(x),  # type: ignore[misc]
+            lambda x=whole, p=part: gather(x, p),  # type: ignore[misc]
+            lambda x=whole, p=part: scatter(p, x),  # type: ignore[misc]
+            lambda x=whole: dist.all_to_all_single(torch.empty_like(x), x),  # type: ignore[misc]
+        ]
+        rows.append([size, *(_repeated(w) for w in work)])
     if rank == 0:
         np.savetxt(Path(folder) / "times.txt", np.array(rows))
     dist.destroy_process_group()
 
 
-def _timed(work: Callable[[], object]) -> None:
-    dist.barrier()
-    work()
+def _repeated(work: Callable[[], object], times: int = 9) -> float:
+    """Median seconds of a collective that all ranks begin together, in a number of calls that all know."""
+    found = []
+    for _ in range(times + 2):
+        dist.barrier()
+        start = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found[2:])
 
 
 def collectives(ranks: int = 2) -> dict[str, float]:
     """Rates and latency over gloo: bytes per second by collective, and seconds of a step."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(_rank, args=(ranks, folder), nprocs=ranks)
-        sizes, reduce, gather = np.loadtxt(Path(folder) / "times.txt").T
+        sizes, *measured = np.loadtxt(Path(folder) / "times.txt").T
     out = {}
     latencies = []
-    for name, times, rounds in (("all_reduce", reduce, 2), ("other", gather, 1)):
-        sent = rounds * sizes * (ranks - 1) / ranks
+    for name, times in zip(COLLECTIVES, measured):
+        rounds, parts = (2 if name == "all_reduce" else 1), (ranks if name == "all_to_all" else 1)
+        sent = rounds * sizes * (ranks - 1) / ranks / parts
         slope = (times[-1] - times[0]) / (sent[-1] - sent[0])
         out[name] = 1 / max(slope, 1e-12)
         latencies.append(max(times[0] - slope * sent[0], 0.0) / (rounds * (ranks - 1)))
-    return {**out, "latency": float(np.mean(latencies))}
+    return {**out, "other": out["all_gather"], "latency": float(np.mean(latencies))}
 
 
 def measure(ranks: int = 2) -> dict[str, dict[str, Entry]]:
@@ -126,12 +154,12 @@ def measure(ranks: int = 2) -> dict[str, dict[str, Entry]]:
     peak, efficiency, half = matmul()
     forward, backward = attention(peak)
     wire = collectives(ranks)
-    fast = max(wire["all_reduce"], wire["other"])
+    fast = max(rate for name, rate in wire.items() if name != "latency")
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks / 2**30
     tier = {
         "bandwidth": (fast / 1e9, "GB/s"), "latency": (wire["latency"] * 1e6, "us"), "base": (0.0, "us"),
     }  # fmt: skip
-    rates = {n: (wire[n] / fast, "fraction") for n in ("all_reduce", "other")}
+    rates = {n: (rate / fast, "fraction") for n, rate in wire.items() if n != "latency"}
     return {
         "": {"node": (float(ranks), "ranks")},
         "peak": {n: (peak * share / 1e9, "GFLOP/s") for n, share in dtypes().items()},
@@ -140,6 +168,7 @@ def measure(ranks: int = 2) -> dict[str, dict[str, Entry]]:
         },
         "matmul": {"efficiency": (efficiency, "fraction"), "half": (half, "elements")},
         "attention": {"forward": (forward, "fraction"), "backward": (backward, "fraction")},
+        "host": {"op": (host() * 1e6, "us"), "overlap": (0.0, "fraction")},
         "inner": tier, "inner.efficiency": rates, "outer": tier, "outer.efficiency": rates,
     }  # fmt: skip
 

@@ -72,7 +72,7 @@ def measure(make: Make, mesh: str, strategy: str = "", *, steps: int = 5, lr: fl
         context.set_forkserver_preload(LOADED)
         args = (world, folder, make, mesh, strategy, steps, lr)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        mp.start_processes(_rank, args, world, start_method=START)
+        mp.start_processes(_rank, args, world, start_method=START)  # type: ignore[attr-defined]
         found = [pickle.loads((Path(folder) / str(r)).read_bytes()) for r in range(world)]
     for answer in found:
         if isinstance(answer, AutoparError):
@@ -89,9 +89,7 @@ def rows_of(batch: Mapping[str, Any], mesh: Mesh, rank: int) -> dict[str, Any]:
     return {k: v.tensor_split(cut)[place] if isinstance(v, Tensor) and v.ndim else v for k, v in batch.items()}
 
 
-def _rank(
-    rank: int, world: int, folder: str, make: Make, mesh: str, strategy: str, steps: int, lr: float
-) -> None:
+def _rank(rank: int, world: int, folder: str, make: Make, mesh: str, strategy: str, steps: int, lr: float) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)

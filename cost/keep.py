@@ -24,8 +24,8 @@ def keeps(
 ) -> dict[str, dict[str, Number]]:
     """By unit: bytes of one call under "none", "selective" and "full" recompute, and "hidden", what it passes on.
 
-    "again": what selective recomputation makes again of one call; "sent": what it keeps of collectives' results. "transient": see ``cost.transient``, 0 where fused;
-    "alone": the same on one tensor rank.
+    Also "again": what selective recomputation makes again; "sent": what it keeps of collectives' results; "transient"
+    and, on one tensor rank, "alone": see ``cost.transient``, 0 where fused.
 
     Args:
         sides: "first" or "last" of each node of the outer graph, which never recomputes.

@@ -65,13 +65,15 @@ def rehearse(forms: Forms, hardware: Hardware, option: Option, regime: Regime, p
 class _Step:
     """One option. Stages are those of its schedule; a rank of the pipeline stands for all that differ in other axes."""
 
-    def __init__(
-        self, forms: Forms, hardware: Hardware, option: Option, regime: Regime, positions: int
-    ) -> None:
+    def __init__(self, forms: Forms, hardware: Hardware, option: Option, regime: Regime, positions: int) -> None:
         self.option, self.hardware, self.regime, self.forms = option, hardware, regime, forms
         self.pp, self.m = option.sizes["pp"], option.microbatches
         sizes = {a: np.array([float(n)]) for a, n in option.sizes.items()}
-        points = self.points = {**sizes, "b": np.array([float(option.rows)]), "s": np.array([positions / option.sizes["cp"]])}
+        points = self.points = {
+            **sizes,
+            "b": np.array([float(option.rows)]),
+            "s": np.array([positions / option.sizes["cp"]]),
+        }
         self.links = Links.placed(hardware, sizes, option.order)
         self.times = [u.times(points, self.links, hardware) for u in forms.units]
         alone = option.sizes["tp"] == 1
@@ -118,7 +120,7 @@ class _Step:
         return np.sum([self.counts[s] for s in self.schedule.stages_of(rank)], axis=0)
 
     def _stages(self) -> tuple[list[float], list[float]]:
-        """Seconds of a microbatch on each stage, forward and backward; nothing overlaps with the stage's own messages."""
+        """Seconds of a microbatch on each stage, forward and backward, its own messages included."""
         host, full, some = self.regime.host + self.hardware.host, *(self.option.recompute == p for p in _POLICIES)
         out: tuple[list[float], list[float]] = ([], [])
         for counts in self.counts:
@@ -198,8 +200,7 @@ class _Step:
             yield "pp", "send", 2 * self.option.virtual * max(float(np.ravel(t.hidden)[0]) for t in self.times)
 
     def _context(self, rank: int) -> float:
-        """Ring or Ulysses of a microbatch, forward and backward, as ``cost.step`` prices them; nothing hides where the
-        device has to move bytes itself."""
+        """Ring or Ulysses of a microbatch, forward and backward, as ``cost.step`` prices them."""
         cp, stride = self.option.sizes["cp"], self.links.strides["cp"]
         if cp == 1:
             return 0.0

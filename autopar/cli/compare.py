@@ -51,7 +51,7 @@ def _add_more(parser: argparse.ArgumentParser) -> None:
         "--measure", action="store_true", help="also run, on this machine's processes, those that fit (with --cluster)"
     )
     parser.add_argument("--steps", type=positive, metavar="N", default=5, help="steps that are timed (default 5)")
-    parser.add_argument("--processes", type=positive, metavar="N", help="most ranks to run (default: this machine's cores)")
+    parser.add_argument("--processes", type=positive, metavar="N", help="most ranks to run (default: the cores here)")
     add_pictures(parser)
 
 
@@ -64,7 +64,9 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         return _on_cluster(args, screen)
     for name in ("measure", "html", "trace"):
         if getattr(args, name):
-            raise AutoparError("bad-cluster", f"--{name} without --cluster", "add --cluster NAMExN, as cpux2 or h100x64")
+            raise AutoparError(
+                "bad-cluster", f"--{name} without --cluster", "add --cluster NAMExN, as cpux2 or h100x64"
+            )
     hardware, devices = _cluster(args)
     meanings = {text: _meaning(text, args.mesh, devices) for text in args.strategies}
     batch = args.batch or 2 * math.lcm(*(_lower.data_size(mesh) for mesh, _ in meanings.values()))
@@ -87,8 +89,8 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
 
 def _on_cluster(args: argparse.Namespace, screen: Screen) -> int:
     """Strategies, presets and ``auto`` by their closed forms, on a whole cluster."""
-    from autopar.cost.hardware import load as profile
     from autopar.cli.measured import measured_table, records, run_all
+    from autopar.cost.hardware import load as profile
     from autopar.priced import compare, presets
     from autopar.rehearsed import closer, rehearsed
 

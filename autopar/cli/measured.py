@@ -32,7 +32,7 @@ class Pair:
     def errors(self) -> tuple[float, float] | None:
         """(time, bytes): predicted over measured, less 1."""
         found = self.measured
-        return found and (self.plan.seconds / found.step - 1, self.plan.memory / found.peak - 1)
+        return (self.plan.seconds / found.step - 1, self.plan.memory / found.peak - 1) if found else None
 
 
 def made(text: str, rows: int, length: int, padding: bool) -> tuple[nn.Module, Batch]:

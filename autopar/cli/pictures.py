@@ -22,7 +22,7 @@ EXAMPLE = 64  # positions of the layer that is drawn, at most: sizes grow with t
 
 def add_pictures(parser: argparse.ArgumentParser) -> None:
     """--html and --trace."""
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write charts of it all as one page that works offline")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write charts as one page that works offline")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the simulated steps for Perfetto")
 
 
@@ -37,7 +37,9 @@ def draw(
         screen.say(f"{args.trace}: open it at ui.perfetto.dev or chrome://tracing")
     if args.html:
         ran = {p.name: p for p in pairs}
-        near = [Strategy(n, ran[n].plan if n in ran else p, s, ran[n].measured if n in ran else None) for n, p, s in steps]
+        near = [
+            Strategy(n, ran[n].plan if n in ran else p, s, ran[n].measured if n in ran else None) for n, p, s in steps
+        ]
         with screen.working(f"drawing {args.html}"):
             best = min(steps, key=lambda s: (s[1].memory > s[1].found.limit, s[1].seconds))
             text = page(f"{args.model}", loaded.description, near, layers_of(loaded, best[0], best[1]), front)
@@ -57,8 +59,8 @@ def layers_of(loaded: LoadedModel, name: str, plan: Plan) -> Layers:
     except AutoparError as error:
         return Layers(f"{name} on {mesh} is not drawn: {error}")
     text = (
-        f"{name} on {mesh}: ops from top to bottom, views left out. A colour is an axis that shards the result; a dashed "
-        "edge is a partial sum; yellow is a collective."
+        f"{name} on {mesh}: ops from top to bottom, views left out. A colour is an axis that shards the result; a "
+        "dashed edge is a partial sum; yellow is a collective."
     )
     return Layers(text, pictures(program))
 
@@ -71,4 +73,6 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise AutoparError("unwritable-file", f"{path}: {error.strerror}", "name a file in a folder that exists") from None
+        raise AutoparError(
+            "unwritable-file", f"{path}: {error.strerror}", "name a file in a folder that exists"
+        ) from None

@@ -28,7 +28,8 @@ FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
 def _look(figure: Any, height: int, **layout: Any) -> Any:
     figure.update_layout(
         height=height, template="plotly_white", font={"family": FONT, "size": 13, "color": "#24303c"},
-        margin={"l": 10, "r": 20, "t": 10, "b": 44}, legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
+        margin={"l": 10, "r": 20, "t": 10, "b": 44},
+        legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
         bargap=0.35, **layout,
     )  # fmt: skip
     figure.update_xaxes(automargin=True, gridcolor="#edf0f3", zerolinecolor="#c9d1d9")
@@ -57,7 +58,7 @@ def time_bars(rows: Rows, measured: Sequence[Measured | None]) -> Any:
     for part, seconds in values.items():
         colour = PARTS.get(part) or AXES[part.split()[0]]
         _bar(figure, part, names, [s * scale for s in seconds], colour, unit)
-    _diamonds(figure, names, [m and m.step * scale for m in measured], unit)
+    _diamonds(figure, names, [m.step * scale if m else None for m in measured], unit)
     figure.update_xaxes(title=f"a step, {unit}")
     figure.update_yaxes(autorange="reversed")
     return _look(figure, 110 + 44 * len(rows), barmode="stack")
@@ -72,7 +73,7 @@ def memory_bars(rows: Rows, measured: Sequence[Measured | None]) -> Any:
         held = [p.option.memory.get(kind, 0.0) * scale for _, p in rows]
         if any(held):
             _bar(figure, kind, names, held, colour, unit)
-    _diamonds(figure, names, [m and m.peak * scale for m in measured], unit)
+    _diamonds(figure, names, [m.peak * scale if m else None for m in measured], unit)
     if limit < 4 * max(p.memory for _, p in rows):
         figure.add_vline(x=limit * scale, line={"color": "#b3261e", "dash": "dash"}, annotation_text="limit")
     figure.update_xaxes(title=f"the fullest rank, {unit}")
@@ -226,5 +227,3 @@ def mesh(plan: Plan, most: int = 64) -> Any:
     figure.update_xaxes(visible=False)
     figure.update_yaxes(visible=False, range=[min(at(d)[1] for d in range(count)) - 0.8, 0.9])
     return _look(figure, 130 + 52 * depth)
-
-

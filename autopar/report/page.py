@@ -33,9 +33,7 @@ class Layers:
     pictures: Sequence[Picture] = ()
 
 
-def page(
-    title: str, subtitle: str, strategies: Sequence[Strategy], layers: Layers, front: Sequence[Plan] = ()
-) -> str:
+def page(title: str, subtitle: str, strategies: Sequence[Strategy], layers: Layers, front: Sequence[Plan] = ()) -> str:
     """The page as HTML, its scripts included. ``front``: the Pareto front of a search.
 
     Raises AutoparError ``missing-package`` without plotly and jinja2.
@@ -61,7 +59,7 @@ def _parts(strategies: Sequence[Strategy], layers: Layers, front: Sequence[Plan]
     drawn = [(s.name, s.step) for s in strategies if s.step is not None][:MOST]
     ran = "Diamonds are measured on this machine. " if any(measured) else ""
     parts = [
-        _part("strategies", "Strategies", "Green is the fastest that fits; red does not fit.", table=_table(strategies)),
+        _part("strategies", "Strategies", "Green: the fastest that fits. Red does not fit.", table=_table(strategies)),
         _part("time", "Time", f"{ran}Communication is what nothing hides.", [figures.time_bars(rows, measured)]),
         _part("memory", "Memory", f"{ran}By kind, of the fullest rank.", [figures.memory_bars(rows, measured)]),
         _part(
@@ -104,8 +102,8 @@ def _table(strategies: Sequence[Strategy]) -> dict[str, Any]:
         p, fits = s.plan, s.plan.memory <= s.plan.found.limit
         mark = "over" if not fits else "best" if p.seconds == min(fitting) else ""
         cells = [
-            s.name, f"{p.mesh} {p.strategy}".strip(), duration(p.seconds), f"{p.tokens_per_second:,.0f}", f"{p.mfu:.1%}",
-            duration(p.option.bubble), size(p.memory),
+            s.name, f"{p.mesh} {p.strategy}".strip(), duration(p.seconds), f"{p.tokens_per_second:,.0f}",
+            f"{p.mfu:.1%}", duration(p.option.bubble), size(p.memory),
         ]  # fmt: skip
         if ran:
             cells += [duration(s.measured.step), size(s.measured.peak)] if s.measured else ["", ""]

@@ -48,7 +48,6 @@ def _event(pid: int, rank: int, name: str, kind: str, start: float, end: float, 
 
 def _messages(pid: int, line: Timeline) -> Iterator[Event]:
     """A start and an end for each message between ranks."""
-    plan = line.schedule
     found: dict[Action, tuple[int, Span]] = {}
     for rank, spans in enumerate(line.spans):
         for span in spans:

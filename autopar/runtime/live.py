@@ -45,7 +45,7 @@ class Live(TorchDispatchMode):
                 self.peak = max(self.peak, self.total())
             return out
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
         super().__enter__()
         return self
 

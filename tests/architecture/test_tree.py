@@ -82,7 +82,10 @@ def test_data_files_are_packaged():
     globs = project["tool"]["setuptools"]["package-data"]
     listed = {p for package, patterns in globs.items() for g in patterns for p in _folder(package).glob(g)}
     wanted = {
-        p.resolve() for f in ("autopar", "passes", "cost") for s in ("json", "toml", "html") for p in (ROOT / f).rglob(f"*.{s}")
+        p.resolve()
+        for f in ("autopar", "passes", "cost")
+        for s in ("json", "toml", "html")
+        for p in (ROOT / f).rglob(f"*.{s}")
     }
     assert {p.resolve() for p in listed} == wanted
 

@@ -1,0 +1,76 @@
+"""One candidate simulated: its time is the search's where the schedule is plain, its memory is a moment's."""
+
+import pytest
+import torch
+
+from autopar.cli.arguments import split_axes
+from autopar.cli.models import load
+from autopar.cost.hardware import load as profile
+from autopar.cost.rehearsal import Rehearsal
+from autopar.priced import compare
+from autopar.rehearsed import closer, rehearsed
+
+STRATEGIES = (
+    "dp=4",
+    "dp=2,tp=2",
+    "dp=4,zero=3",
+    "pp=4,microbatches=8,schedule=gpipe",
+    "pp=4,microbatches=8,schedule=1f1b",
+)
+
+
+@pytest.fixture(scope="module")
+def steps() -> dict[str, tuple[object, Rehearsal]]:
+    model = load("hf:llama3-8b-tiny").model.train()
+    model.config.num_hidden_layers = 2
+    ids = torch.zeros(2, 64, dtype=torch.int64, device="meta")
+    asked = [(s, *split_axes(s)) for s in STRATEGIES]
+    rows = compare(
+        model, "a100-80gx4", (), {"input_ids": ids, "labels": ids.clone()}, asked, batch=32, sequence=64,
+        precision="fp32",
+    )  # fmt: skip
+    out = {}
+    for name, plan in rows:
+        step = rehearsed(plan, model, "fp32", 64)
+        assert step is not None
+        out[name] = plan, step
+    return out
+
+
+def test_without_stages_the_time_is_that_of_the_search(steps):
+    plan, step = steps["dp=2,tp=2"]
+    assert step.option.seconds == pytest.approx(plan.seconds, rel=0.02)
+
+
+def test_a_moment_holds_no_more_than_everything(steps):
+    for plan, step in steps.values():
+        kept, found = plan.option.memory, step.option.memory
+        assert all(found[k] <= kept[k] * 1.001 + 1 for k in ("parameters", "gradients", "optimizer"))
+
+
+def test_gpipe_holds_the_activations_of_all_microbatches_and_1f1b_of_as_many_as_stages_follow(steps):
+    gpipe, alternating = (steps[s][1].memory for s in STRATEGIES[3:])
+    assert gpipe[0]["activations"] > 1.5 * alternating[0]["activations"]
+    assert all(a["activations"] >= b["activations"] for a, b in zip(gpipe, alternating))
+
+
+def test_without_gradients_kept_from_another_microbatch_the_fullest_moment_has_none(steps):
+    assert steps["dp=4"][1].option.memory["gradients"] == 0 < steps["dp=4"][0].option.memory["gradients"]
+
+
+def test_what_is_sent(steps):
+    sent = {s: {(t.axis, t.collective): t.bytes for t in steps[s][1].traffic} for s in STRATEGIES}
+    whole = 4 * 3 * sum(p.numel() for p in load("hf:llama3-8b-tiny").model.parameters()) / 4
+    assert sent["dp=4"] == {("dp", "all_reduce"): pytest.approx(2 * whole, abs=64)}  # and counts of tokens
+    assert sent["dp=4,zero=3"]["dp", "reduce_scatter"] == pytest.approx(whole)
+    assert {axis for axis, _ in sent["dp=2,tp=2"]} == {"dp", "tp"} and ("pp", "send") in sent[STRATEGIES[3]]
+
+
+def test_closer_takes_the_rehearsal_s_numbers(steps):
+    plan, step = steps[STRATEGIES[3]]
+    near = closer(plan, step)
+    assert (near.seconds, near.memory) == (step.option.seconds, step.option.peak) and closer(plan, None) is plan
+
+
+def test_host_time_of_a_profile_counts_for_every_op(steps):
+    assert profile("cpu").host == 0 and profile("cpu").overlap == 1

@@ -1,0 +1,62 @@
+"""The page of a comparison: whole, offline, and drawn by a browser."""
+
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from autopar.cli.main import main
+
+PARTS = ["strategies", "time", "memory", "pareto", "timeline", "ranks", "mesh", "layer"]
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    strategies = ["dp=4,zero=3", "dp=2,tp=2,sequence_parallel=true", "pp=2,dp=2,microbatches=4"]
+    assert main(["compare", "hf:llama3-8b-tiny", "--cluster", "h100x4", *strategies, "--html", str(path)]) == 0
+    return path
+
+
+def test_the_page_has_every_part_and_asks_for_nothing_from_outside(page):
+    tags = Tags()
+    tags.feed(page.read_text(encoding="utf-8"))
+    assert [a["id"] for t, a in tags.found if t == "section"] == PARTS
+    linked = [a.get(k) for _, a in tags.found for k in ("src", "href") if a.get(k)]
+    assert linked == ["data:,", *(f"#{p}" for p in PARTS)]
+    boxes = sum(t == "g" for t, _ in tags.found)
+    assert boxes > 20 and sum(t == "path" for t, _ in tags.found) > 20
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on the PATH")
+def test_a_browser_without_a_network_draws_every_chart(page):
+    command = [
+        str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND",
+        "--enable-logging=stderr", "--window-size=1300,3000", "--virtual-time-budget=20000", "--dump-dom",
+        page.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert "Uncaught" not in done.stderr
+    tags = Tags()
+    tags.feed(done.stdout)
+    charts = {a["id"] for t, a in tags.found if t == "div" and "js-plotly-plot" in (a.get("class") or "")}
+    assert charts == {
+        "time-0",
+        "memory-0",
+        "pareto-0",
+        "mesh-0",
+        *(f"{p}-{i}" for p in ("timeline", "ranks") for i in range(3)),
+    }
+    drawn = sum(t == "svg" and "main-svg" in (a.get("class") or "") for t, a in tags.found)
+    assert drawn >= len(charts)
