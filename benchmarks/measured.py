@@ -64,7 +64,7 @@ def predicted(profile: str) -> list[tuple[str, Plan]]:
     kwargs: dict[str, Any] = {k: v.to("meta") for k, v in batch(0).items()}
     asked = [(text, *split_axes(text)) for text in STRATEGIES]
     rows = compare(model, f"{profile}x2", (), kwargs, asked, batch=ROWS, sequence=TOKENS, precision="fp32")
-    return [(n, closer(p, rehearsed(p, model, "fp32", TOKENS))) for n, p in rows]
+    return [(n, closer(p, rehearsed(p))) for n, p in rows]
 
 
 def report(rows: list[tuple[str, Plan, Measured]], times: bool) -> bool:

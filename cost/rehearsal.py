@@ -13,7 +13,6 @@ from math import prod
 import numpy as np
 
 from autopar.cost.communication import collective_bytes
-from autopar.cost.cut import stages_of
 from autopar.cost.forms import BACKWARD, FORWARD, Forms, UnitTimes
 from autopar.cost.hardware import Hardware
 from autopar.cost.links import Links, collective_seconds
@@ -81,7 +80,7 @@ class _Step:
         self.extra = [Polynomials.of([u.unit.activations[n] for n in names])(points)[:, 0] for u in forms.units]
         self.launches = [sum(n for n, _ in u.unit.kernels) for u in forms.units]
         self.schedule: Schedule = schedule(option.schedule if self.pp > 1 else "1f1b", self.pp, option.virtual, self.m)
-        self.counts: Array = stages_of(forms.family, self.pp * option.virtual, 1, regime.even)
+        self.counts: Array = forms.stages(self.pp * option.virtual, 1, even=regime.even)
         self.tied = forms.family.tied != 0 and self.pp == 1
         tied = Polynomials.of([forms.family.tied])(points)[0] if self.tied else np.zeros(1)
         self.twice = float(tied[0])

@@ -133,7 +133,7 @@ def strategies(folder: str) -> int:
     pairs, worst, expected = [], 0.0, list[float]()
     for name, plan in plans:
         with console.status(f"measuring {name}"):
-            near = closer(plan, rehearsed(plan, model, "fp32", TOKENS))
+            near = closer(plan, rehearsed(plan))
             found = measure(made, plan.mesh, f"{plan.strategy},hardware={profile}".strip(","))
         pairs.append(Pair(name, near, found))
         expected = expected or unsharded(small_llama(), len(found.losses), float("inf"))

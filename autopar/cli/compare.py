@@ -111,7 +111,7 @@ def _on_cluster(args: argparse.Namespace, screen: Screen) -> int:
             precision=precision,
         )  # fmt: skip
     screen.say(f"{loaded.description}; global batch {batch} × {length}; {cluster}, {precision}")
-    steps = [(name, plan, rehearsed(plan, loaded.model, precision, length)) for name, plan in rows]
+    steps = [(name, plan, rehearsed(plan)) for name, plan in rows]
     pairs = []
     if args.measure:
         near = [(name, closer(plan, found)) for name, plan, found in steps]

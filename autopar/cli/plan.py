@@ -58,6 +58,6 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         screen.out.print(plans.table(front=args.front))
     if args.html or args.trace:
         shown = [(f"plan {i}", p) for i, p in enumerate(plans[: args.top], 1)]
-        steps = [(n, p, rehearsed(p, loaded.model, args.precision, sequence)) for n, p in shown]
+        steps = [(n, p, rehearsed(p)) for n, p in shown]
         draw(args, screen, loaded, steps, front=plans.front)
     return 0

@@ -31,7 +31,7 @@ def steps() -> dict[str, tuple[object, Rehearsal]]:
     )  # fmt: skip
     out = {}
     for name, plan in rows:
-        step = rehearsed(plan, model, "fp32", 64)
+        step = rehearsed(plan)
         assert step is not None
         out[name] = plan, step
     return out

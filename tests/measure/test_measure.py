@@ -28,7 +28,7 @@ def plans():
         model, "cpux2", (), {"input_ids": ids, "labels": ids.clone()}, asked, batch=ROWS, sequence=TOKENS,
         precision="fp32",
     )  # fmt: skip
-    return {n: closer(p, rehearsed(p, model, "fp32", TOKENS)) for n, p in rows}
+    return {n: closer(p, rehearsed(p)) for n, p in rows}
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
