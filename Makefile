@@ -8,7 +8,7 @@ ARGS ?=
 .PHONY: demo test lint types install help clean
 
 help:
-	@echo "make demo     train a small Llama on a dp=2,tp=2 mesh and compare it with the unsharded model"
+	@echo "make demo     train a small Llama on several meshes, equal to the unsharded model; measured beside predicted"
 	@echo "make test     run the tests (ARGS='-k mesh' to choose)"
 	@echo "make lint     ruff"
 	@echo "make types    mypy --strict"

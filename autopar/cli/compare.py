@@ -20,7 +20,7 @@ def add(commands: Any) -> None:
     """Add the command's parser."""
     parser = commands.add_parser(
         "compare",
-        help="predicted compute, traffic and memory of several strategies",
+        help="predicted, and measured, time and memory of several strategies",
         description="Price MODEL under each STRATEGY, without weights and without devices.",
     )
     add_model(parser)
