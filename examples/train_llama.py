@@ -122,7 +122,7 @@ def made() -> tuple[torch.nn.Module, Batch]:
 
 def strategies(folder: str) -> int:
     """Measure each of STRATEGIES beside its prediction; whether a loss differs."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(highlight=False, width=112)
     with console.status("calibrating this machine"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         profile = os.path.join(folder, "here.toml")

@@ -108,15 +108,16 @@ def measured_table(pairs: Sequence[Pair]) -> Table:
         title="one step, and the fullest rank: predicted, and measured on this machine", title_justify="left",
         title_style="bold", header_style="bold cyan",
     )  # fmt: skip
-    table.add_column("strategy")
-    table.add_column("mesh", overflow="fold")
+    table.add_column("strategy", overflow="fold")
     for head in ("step predicted", "measured", "error", "memory predicted", "measured", "error"):
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", no_wrap=True)
     for p in pairs:
         found, errors = p.measured, p.errors
         star = " *" if found and found.step == fastest else ""
+        known = p.plan.mesh in p.name
+        name = p.name if known else f"{p.name}: {p.plan.mesh} {p.plan.strategy}".strip()
         table.add_row(
-            p.name, p.plan.mesh, duration(p.plan.seconds), duration(found.step) + star if found else "not run",
+            name, duration(p.plan.seconds), duration(found.step) + star if found else "not run",
             f"{errors[0]:+.0%}" if errors else "", size(p.plan.memory), size(found.peak) if found else "",
             f"{errors[1]:+.1%}" if errors else "",
         )  # fmt: skip

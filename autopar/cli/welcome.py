@@ -28,7 +28,7 @@ MODELS = (
 
 def welcome(console: Console, parser: argparse.ArgumentParser) -> None:
     """Print it. ``parser``: whose commands are listed, by their help."""
-    known = {a.dest: a.help or "" for a in parser._subparsers._group_actions[0]._choices_actions}  # type: ignore[union-attr, attr-defined]
+    known = {a.dest: a.help or "" for a in parser._subparsers._group_actions[0]._choices_actions}  # type: ignore[union-attr]
     console.print("\n[bold]autopar[/]  an unmodified PyTorch model on a device mesh, equal to the original")
     console.print("[dim]usage: autopar COMMAND ...    autopar COMMAND --help says all of one[/]\n")
     for group, names in GROUPS.items():
