@@ -163,7 +163,7 @@ class _Step:
                 ways = self.option.sizes.get(message.axis, 1)
                 again = 1 + (self.option.recompute == "full" and message.when == FORWARD)
                 sent = float(collective_bytes(message.collective, float(bytes_[0]), ways))
-                found[message.axis, message.collective] += float(count) * self.m * again * sent
+                found[message.axis, message.collective] += float(count) * message.calls * self.m * again * sent
         for group, rows in self._groups(rank).items():
             ways, share = self._ways(group)
             axes = "+".join(a for a in (*filter(None, group.split("+")), "cp") if self.option.sizes[a] > 1)
