@@ -55,9 +55,9 @@ def parallelize(
         loss: from the model's output to a scalar; by default the output's ``loss``, or a scalar output.
         batch_dims: batch dim of each input by dotted name or in order; by default dim 0 of all as long as the first, as
             found at the first call that has the input.
-        strategy: a Strategy, its text, or "auto": axes and strategy that ``plan`` finds fastest among those that fit and
-            compile, for a global batch of the example's rows on every process (on every data rank where ``mesh`` says
-            all axes). Fields behind it are kept: "auto,zero=3". ``pm.plan`` says what was chosen and why; data ranks
+        strategy: a Strategy, its text, or "auto": axes and strategy that ``plan`` finds fastest among those that fit
+            and compile, for a global batch of the example's rows on every process (on every data rank where ``mesh``
+            says all axes). Fields behind it are kept: "auto,zero=3". ``pm.plan`` says what was chosen and why; data ranks
             then share the rows of that batch.
         seed: of random streams (dropout), and of initial weights that are on the meta device.
         device: where this rank's shards are put, by default the mesh's; "meta" allocates nothing.
@@ -147,9 +147,7 @@ def mirror(module: ParallelModule, model: nn.Module) -> None:
         here.__dict__["_compiled"] = settings_of(original) - vars(here).keys() - set(dir(type(here)))
 
 
-def resolve(
-    mesh: DeviceMesh | str | Mapping[str, int] | int | None, device: str
-) -> tuple[Mesh, DeviceMesh | None]:
+def resolve(mesh: DeviceMesh | str | Mapping[str, int] | int | None, device: str) -> tuple[Mesh, DeviceMesh | None]:
     """The mesh's sizes, and its DeviceMesh (None for one rank alone). Raises AutoparError ``bad-mesh``."""
     if mesh is None or isinstance(mesh, int):
         raise AutoparError("bad-mesh", f"mesh {mesh} names no axes", 'write "dp=2,tp=4", or strategy="auto"')

@@ -147,9 +147,7 @@ def decided(
     batch = rows[0] * Mesh.of(fixed).data_size if whole else sum(rows)
 
     def choose() -> Decision:
-        made = decide(
-            model, len(rows), *example, strategy, mesh=fixed, rows=batch, loss=loss, hardware=accelerator()
-        )
+        made = decide(model, len(rows), *example, strategy, mesh=fixed, rows=batch, loss=loss, hardware=accelerator())
         print(f"autopar: {made.summary}; pm.plan.explain() says why", file=sys.stderr)
         return made
 

@@ -111,7 +111,9 @@ def families(
         out = {}
         for sequence in (False, True) if primes.positions is not None else (False,):
             lowered = _lowered(program, sequence, context)
-            for fused, regather in styles if lowered is not None else ():
+            for fused, regather in styles:
+                if lowered is None:
+                    break
                 made = family(lowered, primes, sequence=sequence, fused=fused, regather=regather, parts=parts)
                 out[sequence, (fused, regather)] = made
         if not any(not sequence for sequence, _ in out):

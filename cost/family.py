@@ -104,7 +104,7 @@ class Unit:
 
     name: str
     calls: int
-    kernels: tuple[tuple[int, Kernel], ...]
+    kernels: tuple[tuple[float, Kernel], ...]
     messages: tuple[Message, ...]
     parameters: dict[str, Number]
     activations: dict[str, Number]
@@ -195,7 +195,7 @@ def _value(spec: Spec, layout: Layout, primes: Primes) -> Value:
     return local_value(Spec(shape, spec.dtype), layout, AXES)  # type: ignore[arg-type]
 
 
-Run = tuple[fx.Graph, frozenset[fx.Node], Number]  # a graph, some of its nodes, how often they run in one call of a unit
+Run = tuple[fx.Graph, frozenset[fx.Node], Number]  # a graph, some nodes, how often they run in a call
 
 
 def _pieces(program: Program, sides: dict[fx.Node, str]) -> Iterator[tuple[str, list[Run]]]:

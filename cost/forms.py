@@ -133,16 +133,16 @@ class UnitForms:
         forward, backward, again, attention = zero.copy(), zero.copy(), zero.copy(), zero.copy()
         widest = zero.copy()
         flops = [zero.copy(), zero.copy()]
-        for (count, kernel), row in zip(self.unit.kernels, work):
+        for (times, kernel), row in zip(self.unit.kernels, work):
             seconds = kernel_seconds(kernel, row, hardware, points["cp"])
-            forward += count * seconds[0]
-            backward += count * seconds[1]
-            again += count * seconds[0] * (kernel.kind == "memory")
-            attention += count * sum(seconds) * (kernel.kind == "attention")
+            forward += times * seconds[0]
+            backward += times * seconds[1]
+            again += times * seconds[0] * (kernel.kind == "memory")
+            attention += times * sum(seconds) * (kernel.kind == "attention")
             widest = np.maximum(widest, row[4] * row[5]) if kernel.kind == "matmul" else widest
             turns = points["cp"] if kernel.kind == "attention" else 1
-            flops[0] += count * row[0] * turns
-            flops[1] += count * row[1] * turns
+            flops[0] += times * row[0] * turns
+            flops[1] += times * row[1] * turns
         held = self._held(points)
         return UnitTimes(
             forward, backward, again, self._sent(points, links), (flops[0], flops[1]),

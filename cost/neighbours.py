@@ -1,11 +1,11 @@
 """What differs from an option in one respect, priced: why not a little more of this and a little less of that?"""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from autopar.cost.forms import POLICIES, Forms
-from autopar.cost.polynomials import Array
 from autopar.cost.search import Option, Question
 from autopar.cost.space import Degree, Grid, grids
 from autopar.cost.step import ORDER, SCHEDULES, Candidates
@@ -54,16 +54,13 @@ def _changes(option: Option, question: Question, forms: Forms, grid: Grid) -> It
     seconds, peak = (v.reshape(-1)[legal] for v in question.totals(forms, grid))
     for name, rows in chosen.items():
         if len(rows):
-            few = sorted({int(rows[np.argmin(_fitting(seconds, peak, rows, question.limit))]), int(rows[np.argmin(peak[rows])])})
+            fastest = np.where(peak[rows] <= question.limit, seconds[rows], np.inf).argmin()
+            few = sorted({int(rows[fastest]), int(rows[peak[rows].argmin()])})
             for other in question.options(forms, grid.candidates, legal[few]):
                 yield name, other
 
 
-def _fitting(seconds: Array, peak: Array, rows: Array, limit: float) -> Array:
-    return np.where(peak[rows] <= limit, seconds[rows], np.inf)  # type: ignore[no-any-return]
-
-
-def _same(option: Option, c: Candidates, forms: Forms) -> dict[str, Array]:
+def _same(option: Option, c: Candidates, forms: Forms) -> dict[str, Any]:
     """By respect, which candidates are like the option."""
     cp = np.where(c.ulysses == 1, "ulysses", "ring") == (option.context or "ring")
     return {

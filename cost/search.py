@@ -95,7 +95,7 @@ class Question:
         seconds, peak = (np.broadcast_to(v, grid.legal.shape) for v in found)
         return seconds, peak
 
-    def options(self, forms: Forms, candidates: Candidates, where: Array) -> list[Option]:
+    def options(self, forms: Forms, candidates: Candidates, where: Any) -> list[Option]:
         """Some of the candidates of a family, by flat index, in full."""
         chosen = candidates.take(where)
         priced = steps(forms, self.hardware, chosen, self.regime)
@@ -153,7 +153,11 @@ class _Kept:
         seconds, peak = (v.reshape(-1)[legal] for v in q.totals(forms, grid))
         self.count += len(legal)
         inside = np.flatnonzero(peak <= q.limit)
-        chosen = {"best": inside, "front": inside[_front(seconds[inside], peak[inside])], "least": peak.argmin()[None]}
+        chosen = {
+            "best": inside,
+            "front": inside[_front(seconds[inside], peak[inside])],
+            "least": np.argmin(peak, keepdims=True),
+        }
         if len(inside) > KEEP:
             last = np.partition(seconds[inside], KEEP)[KEEP]
             chosen["best"] = inside[seconds[inside] <= last]
@@ -205,7 +209,7 @@ def every_grid(question: Question) -> Iterator[tuple[Forms, Grid]]:
             yield forms, grid
 
 
-def _front(seconds: Array, peak: Array) -> Array:
+def _front(seconds: Array, peak: Array) -> Any:
     """Indices of the Pareto front, fastest first."""
     order = np.lexsort((peak, seconds))
     if not len(order):

@@ -1,4 +1,4 @@
-"""Every strategy that a search looks at, as columns of numbers that broadcast: sizes and rows by choices of the engine."""
+"""Every strategy that a search looks at, as columns that broadcast: sizes and rows by choices of the engine."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -172,7 +172,7 @@ def _grid(
     split = np.isin(schedule, SPLIT)
     legal = (
         ((zero == 0) | (data > 1))
-        & ((copies == 0) | ((shard > 1) & (data > np.maximum(shard, space.node // 2)) & (data % np.maximum(shard, 1) == 0)))
+        & ((copies == 0) | ((shard > 1) & (data > shard) & (data % np.maximum(shard, 1) == 0)))
         & ((ulysses == 0) | ((cp > 1) & heads))
         & ~(split & ((recompute > 0) | ((zero > 1) & (pp > 1))))
         & (np.array(space.offload) <= (zero > 0))
@@ -196,7 +196,7 @@ def _runs(schedule: Array, pp: Array, virtual: int, parts: Array) -> Mask:
     rounds = parts % np.maximum(1, parts // pp) == 0
     ok = np.where(schedule == kind["1f1b"], fills, True) & np.where(schedule == kind["gpipe"], ~fills, True)
     ok &= np.where(np.isin(schedule, (kind["interleaved"], kind["zero-bubble"])), rounds, True)
-    return np.where(schedule == kind["zbv"], fills, ok) | (pp == 1)  # type: ignore[no-any-return]
+    return np.where(schedule == kind["zbv"], fills, ok) | (pp == 1)
 
 
 def _asked(given: dict[str, Any], zero: Array, shard: Array, recompute: Array, ulysses: Array, cp: Array) -> Mask:

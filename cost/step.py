@@ -100,7 +100,7 @@ def steps(forms: Forms, hardware: Hardware, candidates: Candidates, regime: Regi
     return _joined(parts, candidates.shape[0])
 
 
-def _joined(parts: list[tuple[Array, Steps]], count: int) -> Steps:
+def _joined(parts: list[tuple[Any, Steps]], count: int) -> Steps:
     def join(pick: Any) -> Array:
         out = np.zeros(count)
         for where, part in parts:
@@ -176,7 +176,8 @@ class Group:
         own, exposed = self._work()
         each = own + sum(exposed.values())
         late = self._gradients().max(axis=0) + self._update().max(axis=0)
-        return self.c.microbatches * each.max(axis=0) + self._bubble(each) + late, sum(self._held().values()).max(axis=0)  # type: ignore[union-attr]
+        seconds = self.c.microbatches * each.max(axis=0) + self._bubble(each) + late
+        return seconds, reduce(np.add, self._held().values()).max(axis=0)
 
     def steps(self) -> Steps:
         """The price of all, by its parts."""
@@ -340,7 +341,7 @@ class Group:
     def _memory(self) -> dict[str, Array]:
         """Bytes by kind of the rank that holds most."""
         every = self._held()
-        total = np.asarray(sum(every.values()))
+        total = reduce(np.add, every.values())
         at = total.argmax(axis=0)[None]
         return {k: np.take_along_axis(np.broadcast_to(v, total.shape), at, axis=0)[0] for k, v in every.items()}
 

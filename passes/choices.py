@@ -36,11 +36,12 @@ def microbatches_of(strategy: Strategy, program: Program) -> tuple[int, tuple[st
         return strategy.microbatches or 1, ()
     if not rows or len(set(rows)) > 1:
         return 1, (f"1 microbatch: the rows of the data ranks differ, {rows}" if rows else "1 microbatch: no rows",)
+    counts = [n for n in range(1, rows[0] + 1) if rows[0] % n == 0]
     if most is not None:
-        counts = [n for n in range(1, rows[0] + 1) if rows[0] % n == 0 and rows[0] // n <= most]
-        count = next((n for n in counts if ranks == 1 or _runs(strategy, ranks, n)), counts[0])
+        small = [n for n in counts if rows[0] // n <= most]
+        count = next((n for n in small if ranks == 1 or _runs(strategy, ranks, n)), small[0])
         return count, (f"{count} microbatches: {rows[0]} rows in parts of at most {most}",)
-    counts = [n for n in range(1, min(rows[0], MOST * ranks) + 1) if rows[0] % n == 0]
+    counts = [n for n in counts if n <= MOST * ranks]
     able = [n for n in counts if _runs(strategy, ranks, n)]
     count = max(able or counts)
     which = "divide" if len(able) in (0, len(counts)) else "the schedule can run and that divide"

@@ -112,7 +112,7 @@ def of_the_first(make: Callable[[], T]) -> T:
         raise failed
     if isinstance(told[0], AutoparError):
         raise told[0]
-    return told[0]  # type: ignore[no-any-return]
+    return told[0]
 
 
 def checksum(tensors: Iterable[torch.Tensor], limit: int | None = None) -> int:

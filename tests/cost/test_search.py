@@ -11,15 +11,15 @@ import torch
 from autopar.cli.main import main
 from autopar.cli.models import load
 from autopar.cost import hardware as profiles
+from autopar.cost.balance import even_starts
 from autopar.cost.communication import collective_seconds as one_link
 from autopar.cost.communication import link_between
-from autopar.cost.cut import balanced, stages_of
 from autopar.cost.forms import Forms
 from autopar.cost.links import collective_seconds
 from autopar.cost.regime import Regime
 from autopar.cost.search import search
-from autopar.cost.space import Space, candidates
-from autopar.cost.step import steps
+from autopar.cost.space import Space, grids
+from autopar.cost.step import SCHEDULES, Group, steps
 from autopar.errors import AutoparError
 from autopar.families import families
 from autopar.planner import accelerator, plan, planned
@@ -51,24 +51,54 @@ def test_links_in_arrays_are_those_of_one_link(collective):
 
 
 def test_all_candidates_are_the_product_of_the_degrees(forms):
-    for table in candidates(Space(16, 8, 64, 128), forms[0].family):
-        assert set(np.prod(list(table.sizes.values()), axis=0)) == {16.0}
-        assert set(table.rows * table.microbatches * table.sizes["dp"] * table.sizes["ep"]) == {64.0}
+    for grid in grids(Space(16, 8, 64, 128), forms[0].family):
+        table = grid.candidates
+        assert set(np.prod(list(table.sizes.values()), axis=0).flat) == {16.0}
+        assert set((table.rows * table.microbatches * table.sizes["dp"] * table.sizes["ep"]).flat) == {64.0}
 
 
 def test_a_grid_prices_each_candidate_as_alone(forms):
-    table = next(candidates(Space(16, 8, 64, 128), forms[0].family))
-    together = steps(forms[0], MACHINE, table, Regime())
-    for i in range(0, len(table), max(1, len(table) // 25)):
-        alone = steps(forms[0], MACHINE, table.take(np.array([i])), Regime())
-        assert alone.seconds[0] == pytest.approx(together.seconds[i], rel=1e-9)
-        assert alone.peak[0] == pytest.approx(together.peak[i], rel=1e-9)
+    """Alone means by its parts, whose sums are the totals of the grid."""
+    seen = 0
+    for grid in itertools.islice(grids(Space(16, 8, 64, 128), forms[0].family), 0, None, 3):
+        totals = Group(forms[0], MACHINE, grid.candidates, Regime()).totals()
+        seconds, peak = (np.broadcast_to(v, grid.legal.shape).reshape(-1) for v in totals)
+        for i in np.flatnonzero(grid.legal)[::17]:
+            alone = steps(forms[0], MACHINE, grid.candidates.take(np.array([i])), Regime())
+            assert alone.seconds[0] == pytest.approx(seconds[i], rel=1e-9)
+            assert alone.peak[0] == pytest.approx(peak[i], rel=1e-9)
+            seen += 1
+    assert seen > 50
 
 
-def test_the_best_is_the_fastest_that_fits(plans):
-    fitting = [t.steps.seconds[t.peak <= plans.found.limit] for t in plans.found.tables]
-    assert plans[0].seconds == pytest.approx(min(s.min() for s in fitting if len(s)))
+def test_the_best_is_the_fastest_that_fits(forms, plans):
+    fastest = []
+    for family in forms:
+        for grid in grids(Space(16, 8, 64, 128), family.family):
+            seconds, peak = Group(family, MACHINE, grid.candidates, Regime()).totals()
+            inside = grid.legal & (peak <= plans.found.limit)
+            fastest.append(np.where(inside, seconds, np.inf).min())
+    assert plans[0].seconds == pytest.approx(min(fastest))
     assert [p.seconds for p in plans] == sorted(p.seconds for p in plans)
+
+
+def test_what_is_decided_is_kept(forms):
+    given = (("zero", 3), ("recompute", "full"), ("microbatches", 2))
+    fixed = Space(16, 8, 64, 128, fixed=(("tp", 2), ("dp", 4)), given=given)
+    for plan_ in planned(forms, MACHINE, fixed, Regime(), 10):
+        o = plan_.option
+        assert (o.sizes["tp"], o.sizes["dp"], o.zero, o.recompute, o.microbatches) == (2, 4, 3, "full", 2)
+        assert o.order.index("tp") < o.order.index("dp")
+
+
+def test_nothing_that_the_engine_refuses_is_a_candidate(forms):
+    """Split backwards with recomputation, and offload without shards, are refused when they are compiled."""
+    for offload in (False, True):
+        for grid in grids(Space(8, 8, 64, 128, offload=offload), forms[0].family):
+            c = grid.candidates.take(np.flatnonzero(grid.legal))
+            split = np.isin(c.schedule, [SCHEDULES.index(n) for n in ("zero-bubble", "zbv")])
+            assert not (split & (c.recompute > 0)).any()
+            assert not ((c.offload == 1) & (c.zero == 0)).any()
 
 
 def test_the_front_has_nothing_that_is_beaten(plans):
@@ -94,7 +124,7 @@ def test_neighbours_are_worse_and_say_why(plans):
 def test_nothing_fits_says_what_is_over_and_what_would_fit(forms):
     small = profiles.load("h100x2")
     tight = search(forms, small, Space(2, 8, 4, 128), Regime(reserve=1e12), 1e9)
-    assert not tight.best(1) and tight.smallest()[0].peak > 1e9
+    assert not tight.ranked and tight.least[0].peak > 1e9
     hint = planned(forms, small, Space(2, 8, 4, 128), Regime(reserve=1e12), 3).hint
     assert "nothing fits" in hint and "over" in hint
 
@@ -116,8 +146,8 @@ def test_a_cluster_needs_its_number_of_devices():
 
 
 def test_stages_are_balanced_by_work(forms):
-    assert balanced((1.0, 1.0, 1.0, 3.0), 2) == (0, 3)
-    counts = stages_of(forms[0].family, 2, 1, even=True)
+    assert even_starts((1.0, 1.0, 1.0, 3.0), 2) == (0, 3)
+    counts = forms[0].stages(2, 1, even=True)
     assert counts.sum(axis=0).tolist() == [1.0, 2.0, 1.0]
 
 
