@@ -5,6 +5,7 @@ row is one candidate of its family. No formula of a transformer enters.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -42,13 +43,20 @@ def model_of(row: Row) -> nn.Module:
 
 def machine_of(row: Row) -> Hardware:
     """The profile of a row's ``gpu``. Raises AutoparError ``unknown-hardware``."""
-    text = row.get("gpu", "").lower().replace("_", "-")
-    known = sorted(names(), key=len, reverse=True)
-    found = next((n for n in known if all(part in text for part in n.split("-"))), None)
-    found = found or next((n for n in known if n.split("-")[0] in text), None)
-    if found is None:
-        raise AutoparError("unknown-hardware", f"no profile for gpu {row.get('gpu')!r}", f"one of {', '.join(names())}")
+    said = re.split(r"[^a-z0-9]+", row.get("gpu", "").lower())
+    models = {n.split("-")[0]: n for n in sorted(names(), key=len)}  # a100: a100-80g
+    found = next((models[word] for word in said if word in models), None)
+    if found is None or ("pcie" in said) or _other_memory(found, said):
+        fix = f"one of {', '.join(names())}, in the form that the profile describes"
+        raise AutoparError("unknown-hardware", f"no profile for gpu {row.get('gpu')!r}", fix)
     return replace(load(found), node=int(number(row, "gpus_per_node", load(found).node)))
+
+
+def _other_memory(profile: str, said: list[str]) -> bool:
+    """Whether the words name a memory that the profile does not have: another variant of the device."""
+    sizes = [float(w.rstrip("gib")) for w in said if re.fullmatch(r"\d+gi?b", w)]
+    own = load(profile).memory_bytes / 1e9
+    return any(abs(n - own) > 0.2 * own + 0.5 for n in sizes)
 
 
 def regime_of(row: Row) -> Regime:

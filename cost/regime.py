@@ -42,7 +42,7 @@ class Regime:
 
 
 MEGATRON = Regime(
-    widths=Widths(2, 4, 12), fused=True, regather=True, engine=False, overlap=0.0, even=True, workspace=2.0, copies=3.8
+    widths=Widths(2, 4, 12), fused=True, regather=True, engine=False, overlap=0.0, even=True, workspace=2.5, copies=3.4
 )
 """Megatron-LM with Transformer Engine: bf16 weights, fp32 gradients and optimizer, fused kernels; the two sizes of what
 is alive for a moment are fitted to the B200 rows of SimuMax (benchmarks/data)."""

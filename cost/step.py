@@ -244,11 +244,14 @@ class Group:
         """
         cp, stride = self.c.sizes["cp"], self.links.strides["cp"]
         queries, keys = self.on(lambda t: t.heads[0]), self.on(lambda t: t.heads[1])
-        ring = 3 * collective_seconds(self.hardware, "all_gather", keys * cp, cp, stride)
+        layers = [sum(n for n, k in u.unit.kernels if k.kind == "attention") for u in self.forms.units]
+        calls = np.maximum(1e-9, self._ranked(self.counts @ np.array(layers, dtype=float)))
+        ring = 2 * calls * collective_seconds(self.hardware, "all_gather", 1.5 * keys * cp / calls, cp, stride)
         work = self.on(lambda t: t.attention)
         rate = self.hardware.memory_bandwidth * self.hardware.memory_efficiency
         merge = (cp - 1) * 5 * queries / rate  # fp32 sums read and written, the turn's own result read
-        ulysses = collective_seconds(self.hardware, "all_to_all", 2 * (2 * queries + keys) * cp, cp, stride)
+        each = (2 * queries + keys) * cp / 4 / calls
+        ulysses = 8 * calls * collective_seconds(self.hardware, "all_to_all", each, cp, stride)
         return np.where(self.c.ulysses == 1, ulysses, np.maximum(0.0, ring - self.regime.overlap * work) + merge)
 
     def _p2p(self) -> Array:

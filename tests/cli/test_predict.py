@@ -83,3 +83,18 @@ def test_two_dumps_are_compared_line_by_line(tmp_path, capsys):
         (tmp_path / name).write_text(text)
     assert main(["compare", str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]) == 0
     assert "-y\n+z\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gpu", ["A100-40GB", "V100", "H100-PCIe", "h1000", "NVIDIA L4", ""])
+def test_a_gpu_without_a_profile_is_refused(gpu):
+    with pytest.raises(AutoparError) as error:
+        machine_of({"gpu": gpu})
+    assert error.value.slug == "unknown-hardware"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "profile"),
+    [("A100-SXM-80GB", "a100-80g"), ("H100-SXM-80GB (8 per node, EFA)", "h100"), ("GB200", "gb200"), ("H800", "h800")],
+)
+def test_a_gpu_is_known_by_its_words(gpu, profile):
+    assert machine_of({"gpu": gpu}).name == profile

@@ -1,0 +1,87 @@
+"""The best plan of a small space is the one that pricing every lowered program finds."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from autopar.compile import lower
+from autopar.cost.forms import Forms
+from autopar.cost.hardware import load
+from autopar.cost.program import price
+from autopar.cost.regime import Regime
+from autopar.cost.schedule import schedule
+from autopar.cost.search import Option, Question, every_grid
+from autopar.cost.space import Space
+from autopar.cost.timeline import Times, simulate
+from autopar.cost.units import send_seconds
+from autopar.cost.zero import Stage
+from autopar.families import families
+from autopar.ir.mesh import Mesh
+from tests.llama import llama
+
+RANKS, ROWS, LENGTH = 4, 8, 64
+GIVEN = (("zero", 0), ("recompute", "none"))
+PLAIN = Regime(overlap=0.0, compute_width=4, reduce_width=4, update=0.0)  # as programs are priced: nothing hides
+
+
+def example(rows: int) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(rows, LENGTH, dtype=torch.int64, device="meta")
+    return {"input_ids": ids, "labels": torch.zeros_like(ids)}
+
+
+def options(model: Any, hardware: Any) -> list[Option]:
+    """Every candidate without shards and recomputation, with one microbatch or four of a pipeline."""
+    made = families(model, (), example(2), hardware=hardware, precision="fp32")
+    space = Space(RANKS, hardware.node, ROWS, LENGTH, given=GIVEN)
+    question = Question(tuple(Forms(f) for f in made.values()), hardware, space, PLAIN, np.inf)
+    found: list[Option] = []
+    for forms, grid in every_grid(question):
+        found += question.options(forms, grid.candidates, np.flatnonzero(grid.legal))
+    pipelined = [o for o in found if o.sizes["pp"] > 1 and o.microbatches == ROWS // o.sizes["dp"]]
+    return [o for o in found if o.sizes["pp"] == 1 and o.microbatches == 1] + [
+        o for o in pipelined if o.schedule == "1f1b"
+    ]
+
+
+def lowered(model: Any, option: Option, hardware: Any) -> float:
+    """Seconds of a step of the program that the option stands for."""
+    mesh, pp = Mesh.parse(option.mesh), option.sizes["pp"]
+    kind = f",context_parallel={option.context}" if option.context else ""
+    strategy = f"sequence_parallel={'true' if option.sequence else 'false'},hardware={hardware.name}{kind}"
+    if pp == 1:
+        rows = option.rows * option.microbatches
+        program = lower(model, (), example(rows), mesh, strategy, after="reshard", loss_only=True)
+        return float(price(program, hardware, zero=Stage(0)).step_seconds)
+    program = lower(
+        model,
+        (),
+        example(option.rows),
+        mesh,
+        f"{strategy},schedule=gpipe,microbatches=1",
+        after="pipeline",
+        loss_only=True,
+    )
+    times = program.stages.seconds  # of one microbatch
+    send = send_seconds(4.0 * option.rows * LENGTH * model.config.hidden_size, hardware, mesh)
+    parts = Times(*(tuple(t[i] for t in times) for i in range(3)), ((send, send),) * (pp - 1))
+    step = simulate(schedule("1f1b", pp, 1, option.microbatches), parts).seconds
+    gradient = sum(t.seconds for t in price_of_gradients(model, option, hardware))
+    return step + float(gradient) / pp
+
+
+def price_of_gradients(model: Any, option: Option, hardware: Any) -> list[Any]:
+    mesh = Mesh.parse(",".join(f"{a}={n}" for a, n in option.sizes.items() if a != "pp" and n > 1) or "dp=1")
+    program = lower(model, (), example(option.rows), mesh, f"hardware={hardware.name}", after="reshard", loss_only=True)
+    return [t for t in price(program, hardware).traffic if t.when == "gradient"]
+
+
+@pytest.mark.parametrize("cluster", ["cpux4"])
+def test_the_best_plan_is_that_of_exhaustive_pricing(cluster: str) -> None:
+    hardware, model = load(cluster), llama(layers=4, max_position_embeddings=LENGTH).train()
+    found = options(model, hardware)
+    real = [lowered(model, o, hardware) for o in found]
+    assert len(found) >= 12
+    best = int(np.argmin([o.seconds for o in found]))
+    assert real[best] == pytest.approx(min(real), rel=1e-3)
