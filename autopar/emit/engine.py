@@ -190,7 +190,7 @@ def start(skeleton: Skeleton, params: Mapping[str, Param], plan: Plan, place: Pl
     engine = Engine(plan)
     if not place.summed_axes:
         return engine
-    plan = replace(plan, groups=tuple(_own(plan.groups, params)))
+    plan = replace(plan, groups=tuple(_own(plan.groups, params, place)))
     engine.plan = plan
     attach = _Attach(skeleton, params, plan, place)
     paths = dict.fromkeys((*(g.unit for g in plan.groups if g.unit), ""))
@@ -211,12 +211,18 @@ def start(skeleton: Skeleton, params: Mapping[str, Param], plan: Plan, place: Pl
     return engine
 
 
-def _own(groups: Iterable[Group], params: Mapping[str, Param]) -> Iterator[Group]:
-    """The groups of what this rank holds."""
+def _own(groups: Iterable[Group], params: Mapping[str, Param], place: Place) -> Iterator[Group]:
+    """The groups of what this rank holds: the engine takes no parameter that is empty here, another rank's expert."""
     for group in groups:
-        names = tuple(n for n in group.names if n in params)
+        names = tuple(n for n in group.names if n in params and 0 not in _local(params[n], place))
         if names:
             yield replace(group, names=names)
+
+
+def _local(param: Param, place: Place) -> tuple[int, ...]:
+    """Shape of the rank's part, before data ranks share it out."""
+    assert param.layout is not None
+    return local_shape(param.spec.shape, param.layout, place.mesh, place.at)
 
 
 @dataclass
@@ -281,8 +287,7 @@ class _Attach:
 
     def _hollow(self, param: Param) -> nn.Parameter:
         """The rank's whole part without memory, as the engine expects it."""
-        assert param.layout is not None
-        shape = local_shape(param.spec.shape, param.layout, self.place.mesh, self.place.at)
+        shape = _local(param, self.place)
         empty = torch.empty(shape, dtype=param.spec.dtype, device="meta")
         own = self.place.own_axes(param)
         if not own:
