@@ -252,7 +252,9 @@ class Compiler:
         context = Context(load(self.strategy.hardware), self.pinned, self.strategy.strict, mesh=self.pinned_mesh)
         context.stages, context.unread = self.pinned_stages, self.unread or frozenset()
         records: list[Record] = []
-        planned = plan(program, self.strategy, self.mesh, context, train=loss_only, records=records)
+        planned = plan(
+            program, self.strategy, self.mesh, context, train=loss_only, records=records, whole=traced.program
+        )
         program, prologue = planned.local(context, self.at, records)
         self._tell(context.warnings)
         for name, layout in planned.layouts.items():

@@ -76,7 +76,7 @@ class PipelineParallel(Pass):
             for node in (n for layer in layers[first:end] for n in layer.nodes):
                 node.meta["stage"] = stage
         place_early(program)
-        names = tuple(layers[s].name for s in cut.starts)
+        names = tuple(layers[s].name if s < len(layers) else "" for s in cut.starts)
         times = tuple(_seconds(cut.units_of(s)) for s in range(count))
         program.stages = Stages(names, cut.schedule.placement, schedule, steps, times, reason)
         _settle(program, context)

@@ -59,7 +59,7 @@ class Planned:
 
 def plan(
     program: Program, strategy: Strategy, mesh: Mesh, context: Context, *, train: bool, exact: bool = False,
-    records: list[Record] | None = None,
+    records: list[Record] | None = None, whole: Program | None = None,
 ) -> Planned:  # fmt: skip
     """Run the strategy's passes up to ``localize`` on a trace.
 
@@ -67,7 +67,11 @@ def plan(
         train: whether it is a training step, which may run in microbatches: as many as the user chose, or one, where
             the user chose none and they are coupled.
         exact: compute in the parameters' own dtypes, whatever the precision of the strategy.
+        whole: the trace with all outputs. Where they read more than the loss does, stages are those of a call.
     """
+    if whole is not None and mesh.size("pp") > 1 and not context.stages and _reads(whole) != _reads(program):
+        call = _planned(whole, strategy, mesh, Context(context.hardware, strict=context.strict), 0, exact, None)
+        context.stages = {n: p.stages for n, p in call.main.params.items() if p.stages}
     if not train:
         return _planned(program, strategy, mesh, context, 0, exact, records)
     steps, notes = microbatches_of(strategy, program)
@@ -94,6 +98,12 @@ def _planned(
         passes = tuple(replace(p, precision="fp32") if isinstance(p, Zero) else p for p in passes)
     local = next((i for i, p in enumerate(passes) if p.name == "localize"), len(passes))
     return Planned(run(program, passes[:local], context, records=records), before, passes[local:])
+
+
+def _reads(program: Program) -> dict[str, int]:
+    """How often the outer graph reads each parameter."""
+    heads = [n for n in program.graph.nodes if "param" in n.meta and n.op == "placeholder"]
+    return {str(n.meta["param"]): len(n.users) for n in heads if n.users}
 
 
 def _noted(program: Program, notes: tuple[str, ...]) -> Program:

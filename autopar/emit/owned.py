@@ -6,6 +6,7 @@ Autograd sees to that for the tensors that it knows. It does not see what a DTen
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +27,13 @@ def owned(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 def _alone(grad: Tensor) -> bool:
     """Whether one tensor, or a view of all of another that nothing else has, is all that refers to the memory."""
-    if not hasattr(grad, "_use_count"):
-        return False
     storage, base = grad.untyped_storage(), grad._base
-    if storage.nbytes() != grad.numel() * grad.element_size() or grad._use_count() != 1:
+    if storage.nbytes() != grad.numel() * grad.element_size() or _uses(grad) != 1:
         return False
     references = torch._C._storage_Use_Count(storage._cdata) - 1  # but ours
-    return bool(references == 1 if base is None else references == 2 and base._use_count() == 2)
+    return bool(references == 1 if base is None else references == 2 and _uses(base) == 2)
+
+
+def _uses(x: Any) -> int:
+    """How many references to a tensor are known outside of Python and as its own; 0 where torch does not say."""
+    return int(x._use_count()) if hasattr(x, "_use_count") else 0

@@ -117,8 +117,8 @@ def _like(p: Tensor) -> Like | None:
 
 
 def _summed(grad: Tensor | None, over: tuple[Axis, ...]) -> Tensor | None:
-    for axis in over if grad is not None else ():
-        grad = all_reduce_invariant(grad, axis)
+    for axis in over:
+        grad = None if grad is None else all_reduce_invariant(grad, axis)
     return grad
 
 

@@ -205,7 +205,7 @@ class _Bench:
         whole, hardware = self.traced.program, load(self.strategy.hardware)
         context = Context(hardware, strict=self.strategy.strict)
         trains = any(o.kind == "loss" for o in whole.outputs)
-        step = plan(only_loss(whole), self.strategy, self.sizes, context, train=trains, exact=True)
+        step = plan(only_loss(whole), self.strategy, self.sizes, context, train=trains, exact=True, whole=whole)
         mesh = replace(step.main.mesh, microbatches=1)
         stages = {n: p.stages for n, p in step.main.params.items() if p.stages}
         context = Context(hardware, step.layouts, self.strategy.strict, mesh=mesh, stages=stages)
