@@ -42,21 +42,17 @@ def model_of(row: Row) -> nn.Module:
 
 
 def machine_of(row: Row) -> Hardware:
-    """The profile of a row's ``gpu``. Raises AutoparError ``unknown-hardware``."""
+    """The profile of a row's ``gpu``, with the memory that its name says. Raises AutoparError ``unknown-hardware``."""
     said = re.split(r"[^a-z0-9]+", row.get("gpu", "").lower())
     models = {n.split("-")[0]: n for n in sorted(names(), key=len)}  # a100: a100-80g
     found = next((models[word] for word in said if word in models), None)
-    if found is None or ("pcie" in said) or _other_memory(found, said):
-        fix = f"one of {', '.join(names())}, in the form that the profile describes"
+    if found is None or "pcie" in said:
+        fix = f"one of {', '.join(names())}"
         raise AutoparError("unknown-hardware", f"no profile for gpu {row.get('gpu')!r}", fix)
-    return replace(load(found), node=int(number(row, "gpus_per_node", load(found).node)))
-
-
-def _other_memory(profile: str, said: list[str]) -> bool:
-    """Whether the words name a memory that the profile does not have: another variant of the device."""
-    sizes = [float(w.rstrip("gib")) for w in said if re.fullmatch(r"\d+gi?b", w)]
-    own = load(profile).memory_bytes / 1e9
-    return any(abs(n - own) > 0.2 * own + 0.5 for n in sizes)
+    known = load(found)
+    sizes = [float(word.rstrip("gib")) * 1e9 for word in said if re.fullmatch(r"\d+gi?b", word)]
+    other = next((n for n in sizes if abs(n - known.memory_bytes) > 0.15 * known.memory_bytes), known.memory_bytes)
+    return replace(known, memory_bytes=other, node=int(number(row, "gpus_per_node", known.node)))
 
 
 def regime_of(row: Row) -> Regime:

@@ -85,7 +85,7 @@ def test_two_dumps_are_compared_line_by_line(tmp_path, capsys):
     assert "-y\n+z\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("gpu", ["A100-40GB", "V100", "H100-PCIe", "h1000", "NVIDIA L4", ""])
+@pytest.mark.parametrize("gpu", ["V100", "H100-PCIe", "h1000", "NVIDIA L4", ""])
 def test_a_gpu_without_a_profile_is_refused(gpu):
     with pytest.raises(AutoparError) as error:
         machine_of({"gpu": gpu})
@@ -98,3 +98,8 @@ def test_a_gpu_without_a_profile_is_refused(gpu):
 )
 def test_a_gpu_is_known_by_its_words(gpu, profile):
     assert machine_of({"gpu": gpu}).name == profile
+
+
+def test_a_variant_has_the_memory_that_its_name_says():
+    assert machine_of({"gpu": "a100_40gb"}).memory_bytes == 40e9
+    assert machine_of({"gpu": "a100_80gb"}).memory_bytes == machine_of({"gpu": "A100"}).memory_bytes
