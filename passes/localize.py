@@ -9,7 +9,8 @@ from autopar.ir.layout import local_shape
 from autopar.ir.mesh import TIME
 from autopar.ir.program import Form, Program, Spec, specs, tensor_args
 from autopar.passes.base import Context, Pass
-from autopar.rules.local import Place, localize_node
+from autopar.rules.local import localize_node
+from autopar.rules.place import Place
 from autopar.solve.annotate import layout_of, layouts
 from autopar.solve.flow import is_op
 

@@ -168,7 +168,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Stacked:
-    """E parameters of experts -> [E, ...]. Whole experts are shared out by ownership, or a factor inside each expert."""
+    """E parameters of experts -> [E, ...]: whole experts belong to ranks, or a factor inside each is shared out."""
 
     shapes: tuple[tuple[int, ...], ...]
 

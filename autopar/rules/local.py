@@ -1,7 +1,7 @@
 """How an op's arguments change when it runs on shards: literal sizes, counts, offsets, random streams."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -10,63 +10,15 @@ from torch import fx
 from autopar.errors import AutoparError
 from autopar.ir import ops
 from autopar.ir.grouped import Body, written
-from autopar.ir.layout import I, Layout, Piece, Shard, local_inner, local_pieces, local_shape
-from autopar.ir.mesh import Mesh
+from autopar.ir.layout import I, Layout, Piece, Shard
 from autopar.ir.program import Spec, specs, tensor_args
 from autopar.ir.runs import runs_of
 from autopar.rules.arguments import arguments, normal_dims, with_arguments
 from autopar.rules.experts import graph_of, layouts_inside, results_of
+from autopar.rules.place import Place, every_segment, run_start, segments_of
 from autopar.rules.table import aten
 from autopar.runtime import collectives, dispatch, loss, order, random, shards
 from autopar.runtime.ring import ring_attention
-
-Handle = Callable[[str], fx.Node]
-Segments = tuple[tuple[int, tuple[int, ...], int], ...]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where an op runs: the mesh, this rank's coordinates, the layouts of its inputs and outputs, and axis handles."""
-
-    mesh: Mesh
-    at: Mapping[str, int]
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
-    handle: Handle
-
-    def shape(self, spec: Spec, layout: Layout) -> tuple[int, ...]:
-        """Local shape of a global spec."""
-        return local_shape(spec.shape, layout, self.mesh, self.at)
-
-
-def segments_of(layout: Layout, axis: str, length: int, mesh: Mesh, at: Mapping[str, int]) -> Segments | None:
-    """``segments`` of the runtime collectives for the shard on ``axis``; None where plain and even."""
-    out = _segments(layout, axis, length, mesh, at)
-    even = all(len(set(counts)) == 1 for _, counts, _ in out)
-    return None if len(out) == 1 and out[0][0] == 1 and even else out
-
-
-def _segments(layout: Layout, axis: str, length: int, mesh: Mesh, at: Mapping[str, int]) -> Segments:
-    shard = layout[axis]
-    assert isinstance(shard, Shard)
-    others = Layout(tuple((a, t) for a, t in layout.types if a != axis))
-    whole = local_pieces(others, shard.dim, length, mesh, at)
-    if len(whole) != len(shard.pieces):
-        whole = tuple(p.length * sum(whole) // length for p in shard.pieces)
-    out = []
-    for k, p in enumerate(shard.pieces):
-        inner = local_inner(layout, axis, k, mesh, at)
-        counts = tuple(p.share(c, mesh.size(axis)) for c in range(mesh.size(axis)))
-        out.append((whole[k] // (p.count * inner), counts, inner))
-    return tuple(out)
-
-
-def run_start(layout: Layout, dim: int, length: int, mesh: Mesh, at: Mapping[str, int]) -> int:
-    """Global index of the first local element of a dim held as one contiguous run."""
-    runs = runs_of(layout, dim, length, mesh, at)
-    if len(runs) != 1:
-        raise AutoparError("scattered-run", f"dim {dim} of {length} is held in several runs", None)
-    return runs[0][0]
 
 
 def localize_node(node: fx.Node, place: Place) -> None:
@@ -144,7 +96,7 @@ def _plain(kind: Any) -> Any:
 
 def _chunks(shard: Shard, layout: Layout, axis: str, spec: Spec, place: Place) -> tuple[Any, ...]:
     """Arguments of ``runtime.order``: dim, repeats of the factor, its chunks, local elements of one index."""
-    (segment,) = _segments(layout, axis, spec.shape[shard.dim], place.mesh, place.at)
+    (segment,) = every_segment(layout, axis, spec.shape[shard.dim], place.mesh, place.at)
     return shard.dim, segment[0], shard.pieces[0].chunks, segment[2]
 
 

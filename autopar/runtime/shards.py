@@ -26,12 +26,14 @@ class _Stacked(torch.autograd.Function):
         return torch.stack(params[:count])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, *grad.unbind(), *(grad.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.rest)
 
 
 def owned_stack(count: int, *params: Tensor) -> Tensor:
-    """The first ``count`` parameters one above the other; the others, of which this rank holds nothing, get gradients
-    without elements, so that every rank has one of every parameter."""
+    """The first ``count`` parameters, one above the other.
+
+    The others, of which this rank holds nothing, get gradients without elements: every rank has one of every parameter.
+    """
     out: Tensor = _Stacked.apply(count, *params)
     return out

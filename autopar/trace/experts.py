@@ -104,17 +104,20 @@ def _found(model: nn.Module, dense: bool) -> Iterator[tuple[nn.Module, Callable[
     made: dict[Any, Callable[..., Any]] = {}
     inside: set[int] = set()
     for module in model.modules():
-        kind, ways = type(module), "adapter"
+        kind = type(module)
         if adapter_of(kind):
-            make: Callable[[], Callable[..., Any]] = lambda k=kind: adapter_of(k)  # type: ignore[misc,assignment,return-value]
+            ways = "adapter"
         elif stacked(module) and len(_parameters(kind)) >= 3:
-            ways, make = "experts", lambda k=kind: _substitute(k, known)  # type: ignore[misc]
+            ways = "experts"
         elif id(module) not in inside and families_of(module) is not None and not _smaller(module):
-            ways, make = "loop", lambda k=kind: loop(k, loops, dense)  # type: ignore[misc]
+            ways = "loop"
         else:
             continue
         inside |= {id(m) for m in module.modules()} if ways != "experts" else set()
-        yield module, made.setdefault((kind, ways), make())
+        if (kind, ways) not in made:
+            found = adapter_of(kind) or (_substitute(kind, known) if ways == "experts" else loop(kind, loops, dense))
+            made[kind, ways] = found
+        yield module, made[kind, ways]
 
 
 def _smaller(module: nn.Module) -> bool:

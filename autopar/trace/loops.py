@@ -7,7 +7,7 @@ for the experts, and what it does with their result. Names of parameters stay as
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +106,8 @@ def _listed(
                 rest = re.fullmatch(re.escape(f"{prefix}{key}") + r"(\..*)?", name)
                 if rest:
                     groups.setdefault(f"{prefix}{{}}{rest[1] or ''}", {})[i] = name
-    specs, places = {}, {}
+    specs: dict[str, Any] = {}
+    places: dict[str, Any] = {}
     for template, names in groups.items():
         looks = {(tuple(named[n].shape), named[n].dtype, named[n].requires_grad) for n in names.values()}
         if len(names) == count and len(looks) == 1:

@@ -126,7 +126,7 @@ class Layer:
                 value = node.meta.get("constant")
                 parts = node.meta["name"] if value is None else repr((value.dtype, value.tolist()))
             else:
-                parts = repr(fx.map_arg((str(node.target), node.args, dict(node.kwargs)), lambda n: _Named(known[n])))
+                parts = repr(fx.map_arg((str(node.target), node.args, dict(node.kwargs)), lambda n: _Named(known[n])))  # type: ignore[arg-type,return-value]
             known[node] = sha256(parts.encode()).hexdigest()
         return " ".join(known[n] for n in self.outputs)
 
@@ -223,9 +223,11 @@ class Layer:
         size = nodes[0].meta["val"].numel()
         if len(set(nodes)) == 1:
             ways = {
-                "choices": (count * k, rows * k + slots), "experts": (count * self.experts, rows * self.experts + owners),
-                "turned": (count * self.experts, owners * count + rows), "tokens": (count, rows),
-            }  # fmt: skip
+                "choices": (count * k, rows * k + slots),
+                "experts": (count * self.experts, rows * self.experts + owners),
+                "turned": (count * self.experts, owners * count + rows),
+                "tokens": (count, rows),
+            }
             for kind, (many, at) in ways.items():
                 if size == many and torch.equal(places, at):
                     return Weighing(kind, (nodes[0],))
@@ -282,7 +284,7 @@ class Layer:
             if views and _flat(node):
                 at[node] = at[node.args[0]]  # type: ignore[index]
                 continue
-            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Ref(at[n]))
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Ref(at[n]))  # type: ignore[arg-type,return-value]
             made.append((node.target, _frozen(args), tuple((k, _frozen(v)) for k, v in kwargs.items())))
             at[node] = ("%", len(made))
         return tuple(made)

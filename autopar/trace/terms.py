@@ -144,7 +144,7 @@ def selected(node: fx.Node, narrow: bool = True) -> tuple[fx.Node, Tensor]:
         if node.target in SAME:
             node = node.args[0]  # type: ignore[assignment]
             continue
-        if node.target is operator.getitem and node.args[0].target in PARTS:  # type: ignore[union-attr]
+        if node.target is operator.getitem and node.args[0].target in PARTS:  # type: ignore[union-attr,operator]
             split, source = node.args[0], node.args[0].args[0]  # type: ignore[union-attr]
         elif node.target in SELECTIONS:
             split, source = None, node.args[0]
@@ -199,7 +199,7 @@ class Reader:
         if not node.meta["expert"]:
             source, rows = selected(node)
             return Terms(count) if source.target in ZEROS else Terms(count, (), source, rows)
-        rule = RULES.get(node.target)  # type: ignore[arg-type]
+        rule = RULES.get(node.target)
         found = rule(self, node, count) if rule else None
         return whole(node) if found is None and node.target not in ADDING else found
 
@@ -230,7 +230,7 @@ def _join(read: Reader, node: fx.Node, count: int) -> Terms | None:
     """``cat`` and ``stack`` along a dim of rows."""
     parts: Any = node.args[0]
     dim, ndim = (node.args[1] if len(node.args) > 1 else 0), node.meta["val"].ndim
-    dim %= ndim  # type: ignore[operator]
+    dim %= ndim
     if dim == ndim - 1:
         return None
     rows, at, total = numbers_of(leading(node)), 0, Terms(count)

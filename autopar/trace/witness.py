@@ -32,8 +32,9 @@ FAVOUR = (8.0, 6.0)  # what the experts that a token shall choose score above th
 class Witness(TorchDispatchMode):
     """Records every op as a functional graph.
 
-    Nodes have ``meta``: ``val``, what the op returned; ``number``, its value where it has one; ``expert``, numbers
-    of the experts whose parameters it depends on (-1: of some); ``grad``, whether gradients were on; ``name`` of what was given by ``track``.
+    Nodes have ``meta``: ``val``, what the op returned; ``number``, its value where it has one; ``expert``, numbers of
+    the experts whose parameters it depends on (-1: of some); ``grad``, whether gradients were on; ``name`` of what was
+    given by ``track``.
 
     Args:
         experts: how many there are; floats as wide as that get numbers.

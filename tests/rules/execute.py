@@ -11,7 +11,8 @@ from autopar.ir import ops
 from autopar.ir.layout import I, Layout, P, R, Shard, Type
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Spec, copy_graph
-from autopar.rules.local import Place, localize_node
+from autopar.rules.local import localize_node
+from autopar.rules.place import Place
 from autopar.rules.relation import Assignment
 from autopar.rules.strategies import strategies
 from autopar.runtime.axis import Axis

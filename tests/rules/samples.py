@@ -390,6 +390,7 @@ MAKE: dict[Any, Make] = {
 
 
 MAKE[ops.experts] = expert_samples.calls
+MAKE[ops.stacked] = lambda r: [(tuple(r(12, 24) for _ in range(12)), {}), (tuple(r(12) for _ in range(12)), {})]
 
 
 def calls(target: Any, seed: int = 0) -> list[Call]:

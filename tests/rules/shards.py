@@ -47,7 +47,10 @@ def terms(x: Tensor, ways: int, generator: torch.Generator) -> list[Tensor]:
 def cut(x: Tensor, kind: Type, ways: int, generator: torch.Generator) -> list[Tensor]:
     """What each coordinate holds of ``x``."""
     if isinstance(kind, Shard):
-        return [x.index_select(kind.dim, torch.tensor(holds(kind, c, ways))).contiguous() for c in range(ways)]
+        return [
+            x.index_select(kind.dim, torch.tensor(holds(kind, c, ways), dtype=torch.int64)).contiguous()
+            for c in range(ways)
+        ]
     return [t.contiguous() for t in (terms(x, ways, generator) if kind == P else [x] * ways)]
 
 
@@ -56,7 +59,7 @@ def whole(parts: Sequence[Tensor], kind: Type, shape: Sequence[int]) -> Tensor:
     if isinstance(kind, Shard):
         out = torch.zeros(tuple(shape), dtype=parts[0].dtype)
         for c, part in enumerate(parts):
-            index = torch.tensor(holds(kind, c, len(parts)))
+            index = torch.tensor(holds(kind, c, len(parts)), dtype=torch.int64)
             assert part.shape[kind.dim] == len(index), (kind, c, part.shape)
             out.index_copy_(kind.dim, index, part)
         return out

@@ -11,7 +11,8 @@ from autopar.ir import ops
 from autopar.ir.layout import I, Layout, P, Piece, R, Shard, Type, overlap, piece, plain_shard
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Spec
-from autopar.rules.local import ROWS, Place, convert, run_start
+from autopar.rules.local import ROWS, convert
+from autopar.rules.place import Place, run_start
 from autopar.rules.strategies import strategies
 from autopar.rules.table import aten
 from autopar.runtime.axis import axes_of

@@ -174,7 +174,7 @@ def test_nll_of_log_softmax_is_token_loss() -> None:
 
 
 def test_few_ops_and_explicit_sizes() -> None:
-    program = program_of(lambda x: x.view(4, -1).reshape(4, 6, 2, -1).transpose(1, -1)[:, -1:].mT + 0, X)
+    program = program_of(lambda x: x.view(4, -1).reshape(4, 6, 2, -1).transpose(1, -1)[:, -1:].mT + 1, X)
     names = targets(program)
     assert names == [
         aten.reshape.default,

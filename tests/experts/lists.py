@@ -1,0 +1,131 @@
+"""Layers that hold their experts as modules and loop over them, in the ways that users write such loops."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.experts.models import EXPERTS, INNER, WIDTH
+
+
+class Expert(nn.Module):
+    """A gated expert with biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Listed(nn.Module):
+    """A router and a list of experts; subclasses say how tokens meet experts."""
+
+    def __init__(self, k: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.k = k
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList([Expert() for _ in range(EXPERTS)])
+
+    def route(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and experts of each token."""
+        weights, chosen = self.router(t).softmax(-1).topk(self.k, -1)
+        return weights / weights.sum(-1, keepdim=True), chosen
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = x.reshape(-1, WIDTH)
+        return self.dispatch(t, *self.route(t)).view_as(x)
+
+    def dispatch(self, t: Tensor, w: Tensor, i: Tensor) -> Tensor:
+        """What the layer adds up for its tokens [T, WIDTH]."""
+        raise NotImplementedError
+
+
+class Where(Listed):
+    """Masks, ``where`` and ``index_add_``, as in older Mixtrals."""
+
+    def dispatch(self, t: Tensor, w: Tensor, i: Tensor) -> Tensor:
+        out, mask = torch.zeros_like(t), F.one_hot(i, EXPERTS).permute(2, 1, 0)
+        for e in range(EXPERTS):
+            slot, token = torch.where(mask[e])
+            out.index_add_(0, token, self.experts[e](t[None, token].reshape(-1, WIDTH)) * w[token, slot, None])
+        return out
+
+
+class Hit(Listed):
+    """Only experts that were hit; their rows are added to what a shared expert gives."""
+
+    def dispatch(self, t: Tensor, w: Tensor, i: Tensor) -> Tensor:
+        out = t * 0.5
+        for e, expert in enumerate(self.experts):
+            token, slot = (i == e).nonzero(as_tuple=True)
+            if token.numel() == 0:
+                continue
+            out[token] += w[token, slot].unsqueeze(-1) * expert(t[token])
+        return out
+
+
+class Sorted(Listed):
+    """Rows sorted by expert and cut by counts that Python reads, as in DeepSeek's inference; a bias that is moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", torch.zeros(EXPERTS))
+
+    def dispatch(self, t: Tensor, w: Tensor, i: Tensor) -> Tensor:
+        count = i.new_zeros((len(i), EXPERTS)).scatter_(1, i, 1).sum(0)
+        if self.training:
+            with torch.no_grad():
+                self.bias += 0.01 * torch.sign(count.float().mean() - count.float())
+        order = i.view(-1).argsort(stable=True)
+        rows, parts, start = t[order // self.k], [], 0
+        for e, n in enumerate(count.tolist()):
+            if n:
+                parts.append(self.experts[e](rows[start : start + n]))
+            start += n
+        made = torch.cat(parts)
+        back = torch.empty_like(made)
+        back[order] = made
+        return (back.view(*i.shape, -1) * w.unsqueeze(-1)).sum(1)
+
+
+class Repeated(Listed):
+    """Every token as often as it has choices, and rows assigned by masks."""
+
+    def dispatch(self, t: Tensor, w: Tensor, i: Tensor) -> Tensor:
+        rows, flat = t.repeat_interleave(self.k, dim=0), i.view(-1)
+        out = torch.empty_like(rows)
+        for e, expert in enumerate(self.experts):
+            out[flat == e] = expert(rows[flat == e])
+        return (out.view(*i.shape, -1) * w.unsqueeze(-1)).sum(1)
+
+
+class Dense(Listed):
+    """Every expert on every token, weighted by gates that are 0 for most."""
+
+    def dispatch(self, t: Tensor, w: Tensor, i: Tensor) -> Tensor:
+        gates = t.new_zeros(len(t), EXPERTS).scatter(1, i, w)
+        return sum(gates[:, e : e + 1] * expert(t) for e, expert in enumerate(self.experts))  # type: ignore[return-value]
+
+
+class Dropping(Listed):
+    """Tokens beyond an expert's capacity are dropped: no sum over all choices."""
+
+    def __init__(self) -> None:
+        super().__init__(k=1)
+
+    def dispatch(self, t: Tensor, w: Tensor, i: Tensor) -> Tensor:
+        out = torch.zeros_like(t)
+        for e, expert in enumerate(self.experts):
+            token = (i[:, 0] == e).nonzero().squeeze(-1)[: len(t) // EXPERTS]
+            out[token] = expert(t[token]) * w[token]
+        return out
+
+
+class Unequal(Where):
+    """The last expert computes something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts[-1].forward = lambda x: self.experts[-1].down(F.relu(self.experts[-1].up(x)))  # type: ignore[method-assign]
