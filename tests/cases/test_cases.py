@@ -23,7 +23,7 @@ CASES = [
     Case("mha_module", "tp=2"),
     Case("lora", "tp=2"),
     Case("clip_grad_norm", "tp=2,dp=2", train=1, clip=0.1),
-    Case("conv_stem", "dp=2,tp=2", held=0.9, warns=("dw.weight",)),
+    Case("conv_stem", "dp=2,tp=2", held=0.9),
     Case("mesh_dim_one", "dp=2,tp=1,pp=1"),
     Case("layernorm_grads", "tp=2", "sequence_parallel"),
     Case("seq_not_divisible", "tp=2", "sequence_parallel"),
