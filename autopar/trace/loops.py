@@ -6,7 +6,6 @@ for the experts, and what it does with their result. Names of parameters stay as
 """
 
 import functools
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -71,8 +70,7 @@ def families_of(module: nn.Module) -> Families | None:
                 also = {n: p for n, p in named.items() if p.ndim == 2 and p.shape[0] == count and _beside(n, specs)}
                 specs |= {n: Spec(tuple(p.shape), p.dtype) for n, p in also.items()}
             places = {n: (n, -1) for n in specs}
-        others = [*(p for n, p in named.items() if n not in places), *module.buffers()]
-        if specs and any(count in p.shape for p in others):
+        if specs and any(p.ndim > 1 and count in p.shape for n, p in named.items() if n not in places):
             return Families(count, specs, places)
     return None
 
@@ -95,26 +93,30 @@ def _beside(name: str, specs: dict[str, Spec]) -> bool:
 def _listed(
     module: nn.Module, named: dict[str, nn.Parameter], count: int
 ) -> tuple[dict[str, Spec], dict[str, tuple[str, int]]]:
+    lists = {path: _keys(m) for path, m in module.named_modules() if isinstance(m, LISTS) and len(m) == count}
     groups: dict[str, dict[int, str]] = {}
-    for path, child in module.named_modules():
-        if not isinstance(child, LISTS) or len(child) != count:
-            continue
-        prefix = f"{path}." if path else ""
-        keys = list(child.keys()) if isinstance(child, (nn.ModuleDict, nn.ParameterDict)) else map(str, range(count))
-        for i, key in enumerate(keys):
-            for name in named:
-                rest = re.fullmatch(re.escape(f"{prefix}{key}") + r"(\..*)?", name)
-                if rest:
-                    groups.setdefault(f"{prefix}{{}}{rest[1] or ''}", {})[i] = name
-    specs: dict[str, Any] = {}
-    places: dict[str, Any] = {}
+    for name in named:
+        parts = name.split(".")
+        for at in range(len(parts)):
+            number = lists.get(".".join(parts[:at]), {}).get(parts[at])
+            if number is not None:
+                template = ".".join((*parts[:at], "{}", *parts[at + 1 :]))
+                groups.setdefault(template, {})[number] = name
+    specs: dict[str, Spec] = {}
+    places: dict[str, tuple[str, int]] = {}
     for template, names in groups.items():
         looks = {(tuple(named[n].shape), named[n].dtype, named[n].requires_grad) for n in names.values()}
-        if len(names) == count and len(looks) == 1:
-            shape, dtype, _ = looks.pop()
+        shape, dtype, _ = looks.pop()
+        if len(names) == count and not looks and shape:
             specs[template] = Spec((count, *shape), dtype)
             places |= {name: (template, i) for i, name in names.items()}
     return specs, places
+
+
+def _keys(holder: Any) -> dict[str, int]:
+    """The names of a container's elements, with their numbers."""
+    named = holder.keys() if isinstance(holder, (nn.ModuleDict, nn.ParameterDict)) else map(str, range(len(holder)))
+    return {key: i for i, key in enumerate(named)}
 
 
 @dataclass
@@ -297,8 +299,7 @@ def _stacked(module: Any, template: str) -> Tensor:
         return _attribute(module, template)
     prefix, rest = template.split("{}", 1)
     holder = module.get_submodule(prefix.removesuffix("."))
-    keys = holder.keys() if isinstance(holder, (nn.ModuleDict, nn.ParameterDict)) else map(str, range(len(holder)))
-    out: Tensor = torch.ops.autopar.stacked([_attribute(module, f"{prefix}{key}{rest}") for key in keys])
+    out: Tensor = torch.ops.autopar.stacked([_attribute(module, f"{prefix}{key}{rest}") for key in _keys(holder)])
     return out
 
 

@@ -160,7 +160,9 @@ def _positive_dims(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _refuse_symbolic(node: fx.Node) -> None:
     val = node.meta.get("val")
-    sizes = val.shape if isinstance(val, torch.Tensor) else ()
+    sizes = [
+        n for v in (val if isinstance(val, (list, tuple)) else (val,)) if isinstance(v, torch.Tensor) for n in v.shape
+    ]
     symbolic = isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) or any(
         isinstance(s, torch.SymInt) and not s.node.is_constant() for s in sizes
     )
@@ -169,7 +171,8 @@ def _refuse_symbolic(node: fx.Node) -> None:
             "data-dependent-control-flow",
             f"{node.meta['module'] or 'the model'}: {node.meta['source']}: {node.target} gives a number that depends"
             " on tensor values",
-            "keep it a tensor (torch.where, torch.cond), or compute it outside and pass it as a Python value",
+            "keep it a tensor (torch.where, torch.cond), or compute it outside and pass it as a Python value;"
+            " a layer of experts can be said by autopar.register_experts",
         )
 
 

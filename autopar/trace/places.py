@@ -62,7 +62,8 @@ def explain(error: BaseException, model: nn.Module) -> AutoparError:
         return AutoparError(
             "data-dependent-control-flow",
             f"{where}: the path taken depends on a tensor's values",
-            "choose with torch.where (torch.cond for whole branches), or compute the flag outside and pass a bool",
+            "choose with torch.where (torch.cond for whole branches), or compute the flag outside and pass a bool;"
+            " a layer of experts can be said by autopar.register_experts",
         )
     text = str(error).strip().splitlines() or [""]
     what = f"{where}: {type(error).__name__}: {text[0]}"

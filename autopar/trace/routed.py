@@ -1,6 +1,6 @@
 """From what a layer was seen to compute to its routing, one op for its experts, and what it does with their result."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
@@ -126,7 +126,7 @@ class Layer:
                 value = node.meta.get("constant")
                 parts = node.meta["name"] if value is None else repr((value.dtype, value.tolist()))
             else:
-                parts = repr(fx.map_arg((str(node.target), node.args, dict(node.kwargs)), lambda n: _Named(known[n])))  # type: ignore[arg-type,return-value]
+                parts = repr((str(node.target), *_mapped((node.args, dict(node.kwargs)), lambda n: _Named(known[n]))))
             known[node] = sha256(parts.encode()).hexdigest()
         return " ".join(known[n] for n in self.outputs)
 
@@ -284,8 +284,8 @@ class Layer:
             if views and _flat(node):
                 at[node] = at[node.args[0]]  # type: ignore[index]
                 continue
-            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Ref(at[n]))  # type: ignore[arg-type,return-value]
-            made.append((node.target, _frozen(args), tuple((k, _frozen(v)) for k, v in kwargs.items())))
+            args, kwargs = _mapped((node.args, tuple(node.kwargs.items())), lambda n: at[n])
+            made.append((node.target, args, kwargs))
             at[node] = ("%", len(made))
         return tuple(made)
 
@@ -322,17 +322,13 @@ class _Named:
     hash: str
 
 
-class _Ref:
-    """A reference among a step's arguments, hidden from maps over them."""
-
-    def __init__(self, at: tuple[str, Any]) -> None:
-        self.at = at
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, _Ref):
-        return value.at
-    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
+def _mapped(value: Any, make: Callable[[fx.Node], Any]) -> Any:
+    """Nested arguments as tuples, with ``make`` of the nodes in them."""
+    if isinstance(value, fx.Node):
+        return make(value)
+    if isinstance(value, dict):
+        return tuple((k, _mapped(v, make)) for k, v in value.items())
+    return tuple(_mapped(v, make) for v in value) if isinstance(value, (list, tuple)) else value
 
 
 def _names(value: Any) -> Iterator[str]:

@@ -144,13 +144,14 @@ def selected(node: fx.Node, narrow: bool = True) -> tuple[fx.Node, Tensor]:
         if node.target in SAME:
             node = node.args[0]  # type: ignore[assignment]
             continue
-        if node.target is operator.getitem and node.args[0].target in PARTS:  # type: ignore[union-attr,operator]
-            split, source = node.args[0], node.args[0].args[0]  # type: ignore[union-attr]
+        maker: Any = node.args[0] if node.target is operator.getitem else None
+        if maker is not None and maker.target in PARTS:
+            split, source = maker, maker.args[0]
         elif node.target in SELECTIONS:
             split, source = None, node.args[0]
         else:
             break
-        shape = source.meta["val"].shape  # type: ignore[union-attr]
+        shape = source.meta["val"].shape
         numbers = numbers_of((*shape[:-1], 1) if narrow else tuple(shape))
         if split is None:
             made = moved(node, numbers, narrow)
@@ -159,7 +160,7 @@ def selected(node: fx.Node, narrow: bool = True) -> tuple[fx.Node, Tensor]:
         if made is None:
             break
         steps.append(made.reshape(-1))
-        node = source  # type: ignore[assignment]
+        node = source
     shape = node.meta["val"].shape
     places = torch.arange(int(torch.Size(shape[:-1] if narrow else shape).numel()))
     for step in reversed(steps):
