@@ -66,9 +66,9 @@ def zigzag(node: fx.Node, place: Place) -> None:
     assert isinstance(axis, str) and isinstance(x, fx.Node)
     if isinstance(src, Shard) and isinstance(dst, Shard) and src.dim == dst.dim:
         whole = _before(node, ops.convert, (x, axis, src, I), place.inputs[0].having(axis, I))
-        convert(whole, replace(place, outputs=layouts_of(whole)))
+        convert(whole, replace(place, outputs=(whole.meta["layout"],)))
         node.args = (whole, axis, I, dst)
-        convert(node, replace(place, inputs=layouts_of(whole)))
+        convert(node, replace(place, inputs=(whole.meta["layout"],)))
         return
     have = place.inputs[0]
     if isinstance(dst, Shard) and dst.zigzag:
@@ -105,11 +105,6 @@ def _before(node: fx.Node, target: Any, args: tuple[Any, ...], layout: Layout) -
         new = node.graph.call_function(target, args)
     new.meta = {**node.meta, "layout": layout}
     return new
-
-
-def layouts_of(node: fx.Node) -> tuple[Layout, ...]:
-    """The layout of the one value that a node makes."""
-    return (node.meta["layout"],)
 
 
 ROWS: dict[str, Callable[..., Any]] = {
@@ -172,11 +167,10 @@ def _mean(node: fx.Node, place: Place) -> None:
 
 def _convolution(node: fx.Node, place: Place) -> None:
     """A rank has as many groups as its share of the channels."""
-    groups, ahead = arguments(node).get("groups", 1), len(node.meta["spec"].shape)
-    dim = ahead - len(tensor_args(node)[1].meta["spec"].shape) + 1  # of the channels: there may be no batch
-    made, whole = place.shape(node.meta["spec"], place.outputs[0])[dim], node.meta["spec"].shape[dim]
-    if groups != 1 and made != whole:
-        with_arguments(node, groups=groups * made // whole)
+    groups, made = arguments(node).get("groups", 1), node.meta["spec"]
+    dim = len(made.shape) - len(tensor_args(node)[1].meta["spec"].shape) + 1  # of channels: there may be no batch
+    if groups != 1:
+        with_arguments(node, groups=groups * place.shape(made, place.outputs[0])[dim] // made.shape[dim])
 
 
 def _embedding(node: fx.Node, place: Place) -> None:

@@ -15,8 +15,8 @@ def settle_outputs(program: Program) -> Program:
     """The program with the batch dim of each output of the model.
 
     A dim is rows of the batch if its factor comes from the inputs' batch dims, and stands where inputs have theirs (dim
-    0, or what ``batch_dims`` said). Where the factor is lost on the way (an op along the batch), a dim as long as the
-    batch is taken for it, unless it comes from a dim of a parameter or from another dim of an input.
+    0, or what ``batch_dims`` said) or first. Where the factor is lost on the way (an op along the batch), a dim as long
+    as the batch is taken for it, unless it comes from a dim of a parameter or from another dim of an input.
     """
     total = sum(program.rows)
     if total < 2:
@@ -40,7 +40,9 @@ def settle_outputs(program: Program) -> Program:
     for out, arg in zip(program.outputs, end.args[0], strict=True):
         if out.kind == "user" and isinstance(arg, fx.Node):
             v, shape = flow.of(arg), arg.meta["spec"].shape
-            sure = [d for d in sorted(places) if d < len(shape) and shape[d] == total and _pure(rows, v, d, total)]
+            sure = [
+                d for d in sorted(places | {0}) if d < len(shape) and shape[d] == total and _pure(rows, v, d, total)
+            ]
             maybe = [
                 d for d in sorted(places) if d < len(shape) and shape[d] == total and not _pure(others, v, d, total)
             ]

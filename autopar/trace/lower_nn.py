@@ -1,6 +1,6 @@
 """Normal forms of attention, embeddings and losses."""
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from autopar.errors import AutoparError
 from autopar.ir import ops
 from autopar.ir.program import Spec
+from autopar.trace.affine import affine
 from autopar.trace.builder import Builder, aten, dtype, lowering, positive, shape
 
 
@@ -22,14 +23,53 @@ def _embedding(
     return b.emit(aten.embedding.default, w, ids, padding) if padding >= 0 else b.emit(aten.embedding.default, w, ids)
 
 
-@lowering(aten.embedding_bag.default, aten.embedding_bag.padding_idx, aten._embedding_bag.default)
-def _embedding_bag(b: Builder, *args: Any, **kwargs: Any) -> NoReturn:
-    where = b.like.meta.get("module") if b.like is not None else None
-    raise AutoparError(
-        "unsupported-op",
-        f"{where or 'the model'}: EmbeddingBag",
-        "use nn.Embedding and reduce its result over the bag's dim",
-    )
+BAGS = ("sum", "mean", "max")
+
+
+def _bags(rows: Tensor, ids: Tensor, weights: Tensor | None, mode: str, padding: int) -> Tensor:
+    """[bags, per bag, D] to [bags, D]; entries of the row ``padding`` do not count, and a bag without others is 0."""
+    if weights is not None:
+        rows = rows * weights.unsqueeze(-1)
+    if mode == "max":
+        if padding < 0:
+            return rows.max(1).values
+        seen = (ids != padding).unsqueeze(-1)
+        best = torch.where(seen, rows, float("-inf")).max(1).values
+        return torch.where(seen.any(1), best, 0.0)
+    counts: Any = ids.shape[1]
+    if padding >= 0:
+        seen = (ids != padding).unsqueeze(-1).to(rows.dtype)
+        rows, counts = rows * seen, seen.sum(1).clamp_min(1)
+    return rows.sum(1) / counts if mode == "mean" else rows.sum(1)
+
+
+@lowering(aten.embedding_bag.padding_idx)
+def _padded_bag(b: Builder, w: fx.Node, *args: Any) -> Any:
+    """Here -1 is the last row, and None none."""
+    *rest, padding = args
+    return _embedding_bag(b, w, *rest, -1 if padding is None else padding % shape(w)[0])
+
+
+@lowering(aten.embedding_bag.default, aten._embedding_bag.default)
+def _embedding_bag(
+    b: Builder, w: fx.Node, ids: fx.Node, offsets: fx.Node, by_freq: bool = False, mode: int = 0, sparse: bool = False,
+    weights: Any = None, last: bool = False, padding: int = -1,
+) -> tuple[Any, None, None, None]:  # fmt: skip
+    """Bags of one size, as a 2-d input has them: a lookup and a reduction."""
+    line, count = affine(offsets), shape(offsets)[0]
+    size = shape(ids)[0] // max(count, 1)
+    even = line is not None and line.const == 0 and (line.without((count,)).terms == ((-1, size),) or count == 1)
+    if by_freq or sparse or last or len(shape(ids)) != 1 or not even or count * size != shape(ids)[0]:
+        where = b.like.meta.get("module") if b.like is not None else None
+        raise AutoparError(
+            "unsupported-op",
+            f"{where or 'the model'}: EmbeddingBag with offsets, scale_grad_by_freq or sparse",
+            "give it a 2-d input (bags of one size, padded with padding_idx), and switch the others off",
+        )
+    bags = b.reshape(ids, (count, size))
+    rows = _embedding(b, w, bags, padding)
+    weights = b.reshape(weights, (count, size)) if weights is not None else None
+    return b.inline(_bags, rows, bags, weights, BAGS[mode], padding), None, None, None
 
 
 @lowering(aten.scaled_dot_product_attention.default)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as checkpointing
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autopar.trace.experts import single_nodes
@@ -33,6 +34,7 @@ def prepared(
         stack.enter_context(_no_fastpath())
         stack.enter_context(plain_modes())
         stack.enter_context(_cumulative_norms(model))
+        stack.enter_context(_unchecked_distributions())
         stack.enter_context(single_nodes(model, dense))
         yield
 
@@ -118,6 +120,17 @@ def _no_fastpath() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(saved)
+
+
+@contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """``torch.distributions`` that do not look at the values of their arguments, which a trace does not have."""
+    saved = Distribution._validate_args
+    try:
+        Distribution.set_default_validate_args(False)
+        yield
+    finally:
+        Distribution.set_default_validate_args(saved)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.errors import AutoparError
 from autopar.ir.evaluate import evaluate
 from autopar.trace import trace
 from tests.trace.test_normalize import MESH, Calls
@@ -19,6 +20,15 @@ TIES = torch.tensor([[1, 1, 2, 2], [3, 3, 3, 3], [0, 0, 0, 0]], dtype=F64)
 SURE = torch.tensor([[0, 1, 0.5, 0], [1, 0, 0, 1], [0.2, 1, 0, 0.3]], dtype=F64)  # probabilities, 0 and 1 among them
 BITS = torch.tensor([[0, 1, 1, 0], [1, 1, 0, 0], [0, 1, 1, 0]], dtype=F64)
 CLASS = torch.tensor([0, -100, 3])
+
+IDS = torch.tensor([[0, 1, 0], [2, 2, 2], [2, 0, 1]])
+
+
+def _mixture(x: Tensor) -> Tensor:
+    chosen = torch.distributions.Categorical(logits=x)
+    parts = torch.distributions.Normal(x, x.exp())
+    return torch.distributions.MixtureSameFamily(chosen, parts).log_prob(x[:, 0])
+
 
 EDGES: dict[str, tuple[Callable[[Tensor], Any], Tensor]] = {
     "std": (lambda x: x.std(-1) + x.std(-1, correction=0), FLAT),
@@ -51,6 +61,7 @@ EDGES: dict[str, tuple[Callable[[Tensor], Any], Tensor]] = {
     "classes": (lambda x: F.cross_entropy(x * 50, CLASS), ANY),
     "hidden_class": (lambda x: F.cross_entropy(x.masked_fill(torch.arange(4) == 2, -torch.inf), CLASS), ANY),
     "one_row": (lambda x: F.cross_entropy(x[0], torch.tensor(2)) + F.nll_loss(x[1], torch.tensor(3)), ANY),
+    "mixture": (lambda x: _mixture(x), ANY),
     "pool": (lambda x: F.max_pool1d(x[None], 2) + F.adaptive_max_pool1d(x[None], 2), TIES),
     "scatter": (lambda x: x.new_zeros(3, 4).scatter_reduce(1, torch.tensor([[0, 0, 1, 2]] * 3), x, "amax"), TIES),
 }  # fmt: skip
@@ -58,7 +69,11 @@ EDGES: dict[str, tuple[Callable[[Tensor], Any], Tensor]] = {
 
 @pytest.mark.parametrize("name", EDGES)
 def test_gradients_where_they_are_special(name: str) -> None:
-    function, x = EDGES[name]
+    compare(*EDGES[name])
+
+
+def compare(function: Callable[[Tensor], Any], x: Tensor) -> None:
+    """Values and gradients of the trace are the function's own."""
     traced = trace(Calls(function), (x,), {}, mesh=MESH)
     mine, theirs = (x.clone().requires_grad_() for _ in range(2))
     got, want = evaluate(traced.program, traced.constants, [mine])[0], function(theirs)
@@ -67,3 +82,19 @@ def test_gradients_where_they_are_special(name: str) -> None:
     (got * weights).sum().backward()
     (want * weights).sum().backward()
     torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("padding", [None, 2, -1])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max", "weighted"])
+def test_bags_of_one_size(mode: str, padding: int | None) -> None:
+    def bags(x: Tensor) -> Any:
+        weights = {"per_sample_weights": IDS * 0.5 + 1.0} if mode == "weighted" else {}
+        given = {k: v.to(F64) for k, v in weights.items()}
+        return F.embedding_bag(IDS, x, mode="sum" if weights else mode, padding_idx=padding, **given)
+
+    compare(bags, ANY)
+
+
+def test_bags_by_offsets_are_refused() -> None:
+    with pytest.raises(AutoparError, match="2-d input"):
+        compare(lambda x: F.embedding_bag(IDS.flatten(), x, torch.tensor([0, 2, 5])), ANY)
