@@ -46,8 +46,9 @@ def _bags(rows: Tensor, ids: Tensor, weights: Tensor | None, mode: str, padding:
 @lowering(aten.embedding_bag.padding_idx)
 def _padded_bag(b: Builder, w: fx.Node, *args: Any) -> Any:
     """Here -1 is the last row, and None none."""
-    *rest, padding = args
-    return _embedding_bag(b, w, *rest, -1 if padding is None else padding % shape(w)[0])
+    padding = -1 if args[-1] is None else args[-1] % shape(w)[0]
+    given = [*args[:-1], padding]
+    return _embedding_bag(b, w, *given)
 
 
 @lowering(aten.embedding_bag.default, aten._embedding_bag.default)
