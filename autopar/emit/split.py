@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
+from autopar.emit.owned import owned
+
 Node = Any  # of autograd
 
 
@@ -64,18 +66,14 @@ class Rest:
         finally:
             for hook in hooks:
                 hook.remove()
-        for weight, grad in zip(weights, found):
+        first = [None if isinstance(g, DTensor) or w.grad is not None else g for w, g in zip(weights, found)]
+        for weight, grad, own in zip(weights, found, owned(first)):
             if grad is not None:
-                weight.grad = _own(grad) if weight.grad is None else weight.grad + grad
+                weight.grad = (grad if own is None else own) if weight.grad is None else weight.grad + grad
 
 
 def _overruled(noted: tuple[Tensor | None, ...], arrived: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     return noted
-
-
-def _own(grad: Tensor) -> Tensor:
-    """What nothing else has the memory of; what a DTensor wraps is so already."""
-    return grad if isinstance(grad, DTensor) else grad.clone()
 
 
 def _noted(arrived: dict[Node, tuple[Tensor | None, ...]], node: Node, grads: tuple[Tensor | None, ...]) -> None:

@@ -94,21 +94,30 @@ def _normal_of(b: Builder, mean: float, std: float, to: Any, *, dtype: Any = Non
     return b.inline(_scaled, _drawn(b, to, "normal", dtype), mean, std)
 
 
+def _fine(kind: torch.dtype) -> torch.dtype:
+    """A dtype with the digits that a small probability or a logarithm needs of uniform numbers."""
+    return torch.promote_types(kind, torch.float32)
+
+
 @lowering(aten.exponential.default)
 def _exponential(b: Builder, x: fx.Node, rate: float = 1.0, **_: Any) -> Any:
-    return b.inline(lambda u: -torch.log1p(-u) / rate, _drawn(b, shape(x), "uniform", dtype(x)))
+    """Never 0, of which a logarithm is taken: at least half an epsilon, as ATen/core/TransformationHelper.h has it."""
+    kind = _fine(dtype(x))
+    least = torch.finfo(kind).eps / 2
+    u = _drawn(b, shape(x), "uniform", kind)
+    return b.cast(b.inline(lambda u: (-torch.log1p(-u)).clamp(min=least) / rate, u), dtype(x))
 
 
 @lowering(aten.bernoulli.default)
 def _bernoulli_of(b: Builder, p: fx.Node, **_: Any) -> Any:
-    u = _drawn(b, shape(p), "uniform", dtype(p))
-    return b.cast(b.emit(aten.lt.Tensor, u, p), dtype(p))
+    return _bernoulli_like(b, p, p)
 
 
 @lowering(aten.bernoulli.Tensor)
 def _bernoulli_like(b: Builder, x: fx.Node, p: fx.Node, **_: Any) -> Any:
-    u = _drawn(b, shape(x), "uniform", dtype(p))
-    return b.cast(b.emit(aten.lt.Tensor, u, p), dtype(x))
+    kind = _fine(dtype(p))
+    u = _drawn(b, shape(x), "uniform", kind)
+    return b.cast(b.emit(aten.lt.Tensor, u, b.cast(p, kind)), dtype(x))
 
 
 def _integers(b: Builder, to: Any, low: int, high: int, kind: Any) -> fx.Node:

@@ -52,6 +52,26 @@ def test_moments(name: str) -> None:
     assert not torch.equal(got, again)
 
 
+def test_half_precision_draws_small_probabilities_and_no_zeros() -> None:
+    p = torch.full((512, 512), 0.001, dtype=torch.bfloat16)
+    drawn = [lambda x: torch.bernoulli(x), lambda x: torch.zeros_like(x).bernoulli_(x)]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for draw in drawn:
+            ones = evaluate(program_of(draw, p), {}, [p])[0].double().mean()
+            assert abs(ones / p[0, 0].double() - 1) < 5 / (512 * 0.001**0.5)
+        noise = evaluate(program_of(lambda x: x.clone().exponential_(), p), {}, [p])[0]
+        picked = evaluate(program_of(lambda x: F.gumbel_softmax(x), p), {}, [p])[0]
+    assert noise.min() > 0 and noise.max() > 8 and picked.isfinite().all()
+
+
+def test_exponential_numbers_of_uniform_zeros_are_not_zero() -> None:
+    program = program_of(lambda x: x.clone().exponential_().log(), X)
+    for node in draws(program):
+        node.target, node.args = torch.zeros_like, node.args[:1]
+    assert evaluate(program, {}, [X])[0].isfinite().all()
+
+
 def test_permutations_and_draws_without_return() -> None:
     program = program_of(lambda x: (torch.randperm(64), torch.multinomial(torch.ones(64, 5), 3)), X)
     order, chosen = evaluate(program, {}, [X])
