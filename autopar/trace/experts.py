@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.ir import ops
 from autopar.ir.grouped import Body
@@ -25,7 +24,7 @@ from autopar.trace.expert_body import Reading, body_of
 from autopar.trace.layers import SINGLE, kind_of, numbers
 from autopar.trace.loops import families_of, traced_stack
 from autopar.trace.loops import substitute as loop
-from autopar.trace.record import Recorder, Unrecognized
+from autopar.trace.record import Recorder, Unrecognized, aside
 from autopar.trace.registered import adapter_of
 
 Known = tuple[Body, int, torch.dtype]  # what one expert computes, its width, the result's dtype
@@ -181,7 +180,7 @@ def _look_up(known: dict[Any, Known | None], module: Any, kind: type, taken: lis
     alike = (kind, kind_of(module), tuple(numbers(module).items()))
     key = (*alike, hidden.shape[1], index.shape[1], hidden.dtype, weights.dtype)
     if key not in known:
-        with _disable_current_modes(), torch.no_grad():
+        with aside(), torch.no_grad():
             try:
                 known[key] = _read(module, kind, int(hidden.shape[1]), index.shape[1], hidden.dtype, weights.dtype)
             except (Unrecognized, RuntimeError, TypeError, IndexError, ValueError):

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autopar.ir.program import Spec
 from autopar.trace.layers import kind_of, numbers
-from autopar.trace.record import Unrecognized
+from autopar.trace.record import Unrecognized, aside
 from autopar.trace.routed import Layer, Routed
 from autopar.trace.state import Place, Snapshot
 from autopar.trace.witness import Witness
@@ -137,7 +136,7 @@ class Record:
 
 def understood(module: Any, kind: type, found: Families, args: Any, kwargs: Any) -> Record | None:
     """The layer as routing and one op; None where it cannot be said so."""
-    with _disable_current_modes(), torch.random.fork_rng(devices=[]):
+    with aside(), torch.random.fork_rng(devices=[]):
         try:
             return _understood(module, kind, found, args, kwargs)
         except (Unrecognized, RuntimeError, TypeError, IndexError, ValueError, AttributeError, KeyError):

@@ -4,16 +4,38 @@ A loop over experts asks which tokens chose which, which no symbolic trace can a
 Python's control flow runs as it does for real, while weights and hidden states lie on the meta device and cost nothing.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class Unrecognized(Exception):
     """The module is no layer of experts that can be written as one op."""
+
+
+OWN = {name: getattr(nn.Module, name) for name in ("__call__", "__getattr__")}
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """While the context lasts, modules run outside of the trace that is under way, which learns nothing of it."""
+    traced = {name: getattr(nn.Module, name) for name in OWN}
+    try:
+        _set(OWN)
+        with _disable_current_modes():
+            yield
+    finally:
+        _set(traced)
+
+
+def _set(methods: dict[str, Any]) -> None:
+    for name, method in methods.items():
+        setattr(nn.Module, name, method)
 
 
 class Recorder(TorchDispatchMode):

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.errors import AutoparError
 from autopar.ir import grouped
@@ -13,7 +12,7 @@ from autopar.ir.grouped import Body
 from autopar.ir.program import Spec
 from autopar.rules.experts import keeps_rows
 from autopar.trace.expert_body import Step, body_of, steps_of
-from autopar.trace.record import Recorder, Unrecognized
+from autopar.trace.record import Recorder, Unrecognized, aside
 
 Adapter = Callable[..., Any]
 _ADAPTERS: dict[type, Adapter] = {}
@@ -77,7 +76,7 @@ def body_of_function(expert: Callable[..., Tensor], hidden: Tensor, params: tupl
     width = int(hidden.shape[-1])
     specs = {f"p{i}": Spec(tuple(map(int, p.shape)), p.dtype) for i, p in enumerate(params)}
     try:
-        with _disable_current_modes(), torch.no_grad():
+        with aside(), torch.no_grad():
             found = {_body(expert, Spec((rows, width), hidden.dtype), specs) for rows in ROWS}
         if len(found) != 1:
             raise Unrecognized("it depends on the number of its rows")
