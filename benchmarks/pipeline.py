@@ -1,6 +1,6 @@
 """Measured steps of a pipeline of two processes, against a simulation fed with what its parts take.
 
-    python benchmarks/pipeline.py [--width 1024] [--rows 64] [--steps 5]
+    python benchmarks/pipeline.py [--width 1024] [--rows 256] [--steps 5]
 
 A chain of equal layers is run in the naive order (one microbatch), and by GPipe and 1F1B with several. In the
 same run every forward and backward of a stage is timed, and messages of the size that crosses, alone. The table shows
@@ -103,7 +103,7 @@ def work(rank: int, store: str, options: argparse.Namespace, answers: Any) -> No
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    for name, default in (("width", 1024), ("rows", 64), ("steps", 5)):
+    for name, default in (("width", 1024), ("rows", 256), ("steps", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options, context = parser.parse_args(), multiprocessing.get_context("spawn")
     answers, store = context.Queue(), tempfile.mktemp()
