@@ -175,7 +175,7 @@ def _recorded(module: Any, kind: type, found: Families, args: Any, kwargs: Any, 
     own = type(module)
     try:
         module.__class__ = kind
-        with _reparametrize_module(module, tensors), seen:
+        with _reparametrize_module(module, tensors, tie_weights=True), seen:
             out = kind.forward(module, *call_args, **call_kwargs)  # type: ignore[attr-defined]
             tensors |= {n: b for n, b in module.named_buffers() if b is not tensors[n]}
         changed = [(path, name) for path, name in before.changed() if not path or name not in parts[path]._buffers]

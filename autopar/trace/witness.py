@@ -65,7 +65,7 @@ class Witness(TorchDispatchMode):
         if id(x) in self.stale:
             raise Unrecognized("a view of memory that was written to")
         if id(x) not in self.nodes:
-            if x.is_meta:
+            if x.is_meta or type(x) is not Tensor:
                 raise Unrecognized("a tensor whose origin was not seen")
             node = self.graph.placeholder(f"constant_{len(self.kept)}")
             node.meta.update(constant=x.clone(), expert=frozenset(), grad=True)
