@@ -17,15 +17,16 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autopar.ir.program import Spec
 from autopar.trace.layers import kind_of, numbers
+from autopar.trace.questions import Choice, Questions, behind
 from autopar.trace.record import Unrecognized, aside
-from autopar.trace.routed import Layer, Routed
+from autopar.trace.routed import Layer, Routed, digests
 from autopar.trace.state import Place, Snapshot
-from autopar.trace.witness import Witness
+from autopar.trace.witness import Listing, Scores, Witness
 
 LISTS = (nn.ModuleList, nn.ParameterList, nn.ModuleDict, nn.ParameterDict, nn.Sequential)
 SMALL = 4096  # elements up to which a parameter or buffer outside of the experts gets numbers
 TENSOR = object()  # stands for a tensor among the leaves of a result
-TRIES = 8  # records in which every expert must be chosen once
+NODES = 2**19  # ops that all records of a layer may have
 
 
 @torch.library.custom_op("autopar::stacked", mutates_args=())
@@ -131,35 +132,74 @@ class Record:
     plain: list[Any]
     buffers: list[str]
     attributes: list[Place]
-    hit: set[int]
+    asked: list[tuple[fx.Node, tuple[Any, ...]]]
+
+    @property
+    def text(self) -> tuple[str, str, str]:
+        """Equal for records that compute the same."""
+        return self.layer.text(), str(self.result), str(self.plain)
 
 
 def understood(module: Any, kind: type, found: Families, args: Any, kwargs: Any) -> Record | None:
     """The layer as routing and one op; None where it cannot be said so."""
     with aside(), torch.random.fork_rng(devices=[]):
         try:
-            return _understood(module, kind, found, args, kwargs)
+            make = functools.partial(_recorded, module, kind, found, args, kwargs)
+            return Records(make, found.count).all()
         except (Unrecognized, RuntimeError, TypeError, IndexError, ValueError, AttributeError, KeyError):
             return None
 
 
-def _understood(module: Any, kind: type, found: Families, args: Any, kwargs: Any) -> Record:
-    first, hit, records = 0, set[int](), list[Record]()
-    while len(hit) < found.count and len(records) < TRIES:
-        records.append(_recorded(module, kind, found, args, kwargs, first))
-        hit |= records[-1].hit
-        first += max(1, min(found.count, len(records[-1].hit)))
-    if len(hit) < found.count:
-        raise Unrecognized("some experts are never chosen")
-    records.append(_recorded(module, kind, found, args, kwargs, None))
-    one = records[0]
-    if len({(r.layer.text(), str(r.result), str(r.plain)) for r in records}) != 1 or not one.layer.routed:
-        raise Unrecognized("what is computed depends on which experts are chosen")
-    return one
+class Records:
+    """Calls of one layer for different choices of experts, which must all compute the same."""
+
+    def __init__(self, make: Callable[[Scores], Record], experts: int) -> None:
+        self.make, self.experts = make, experts
+        self.made: list[Record] = []
+        self.questions = Questions()
+
+    def add(self, scores: Scores) -> set[int]:
+        """One more record: the experts that were chosen in it."""
+        if sum(len(r.layer.nodes) for r in self.made) > NODES:
+            raise Unrecognized(f"{self.experts} experts take too many calls to be seen")
+        record = self.make(scores)
+        self.made.append(record)
+        if not record.layer.routed:
+            raise Unrecognized("the result is no sum over experts")
+        if record.text != self.made[0].text:
+            raise Unrecognized("what is computed depends on which experts are chosen")
+        layer = record.layer
+        names = digests(layer.nodes, behind(n for n, _ in record.asked), {})
+        about = [r.index for r in layer.routed.values() if r.index is not None]
+        self.questions.add(layer.nodes, record.asked, names, about)
+        return layer.hit
+
+    def all(self) -> Record:
+        """The first of as many records as are needed."""
+        everyone = frozenset(range(self.experts))
+        unseen, always = everyone, everyone
+        while unseen:
+            hit = self.add(Scores(min(unseen)))
+            if min(unseen) not in hit:
+                raise Unrecognized(f"expert {min(unseen)} is not chosen where it scores highest")
+            unseen, always = unseen - hit, always & hit
+        always &= self.add(Scores(1, "biased"))
+        always &= self.add(Scores(0, "alike"))
+        while always:
+            one = min(always)
+            always &= self.add(Scores(one + 1, "alike"))
+            if one in always:
+                break
+        for first in range(1, self.experts):
+            if self.questions.open():
+                self.add(Scores(first, "alike"))
+        if self.questions.open():
+            raise Unrecognized("Python asks what has more answers than can be seen")
+        return self.made[0]
 
 
-def _recorded(module: Any, kind: type, found: Families, args: Any, kwargs: Any, first: int | None) -> Record:
-    seen, tensors = Witness(found.count, first), dict[str, Tensor]()
+def _recorded(module: Any, kind: type, found: Families, args: Any, kwargs: Any, like: Scores) -> Record:
+    seen, tensors = Witness(found.count, like), dict[str, Tensor]()
     for name, x in [*module.named_parameters(), *module.named_buffers()]:
         template, expert = found.places.get(name, ("", 0))
         tensors[name] = _stand_in(seen, x, bool(template))
@@ -169,13 +209,13 @@ def _recorded(module: Any, kind: type, found: Families, args: Any, kwargs: Any, 
     given = [_given(seen, x, found.count) if isinstance(x, Tensor) else x for x in flat]
     for i, x in enumerate(given):
         if isinstance(x, Tensor):
-            seen.track(x, f"#{i}")
+            seen.track(x, f"#{i}", choice=Choice(found.count, -1) if _chooses(x, found.count) else None)
     parts, before = dict(module.named_modules()), Snapshot.of(dict(module.named_modules()))
     call_args, call_kwargs = tree_unflatten(given, spec)
     own = type(module)
     try:
         module.__class__ = kind
-        with _reparametrize_module(module, tensors, tie_weights=True), seen:
+        with _reparametrize_module(module, tensors, tie_weights=True), Listing(seen), seen:
             out = kind.forward(module, *call_args, **call_kwargs)  # type: ignore[attr-defined]
             tensors |= {n: b for n, b in module.named_buffers() if b is not tensors[n]}
         changed = [(path, name) for path, name in before.changed() if not path or name not in parts[path]._buffers]
@@ -199,20 +239,23 @@ def _kept(
     if any(n in found.places or n in dict(module.named_parameters()) for n in moved):
         raise Unrecognized("a parameter is written to")
     nodes += [*moved.values(), *(seen.node_of(v) for v in values)]
-    hit = {e for n in seen.graph.nodes for e in n.meta["expert"] if n.op != "placeholder"}
-    layer = Layer(list(seen.graph.nodes), nodes, found.specs, found.count)
+    layer = Layer(list(seen.graph.nodes), nodes, found.specs, found.count, [n for n, _ in seen.asked])
     layer.understand()
-    return Record(layer, nodes, result, plain, list(moved), changed, hit)
+    return Record(layer, nodes, result, plain, list(moved), changed, seen.asked)
 
 
 def _stand_in(seen: Witness, x: Tensor, expert: bool) -> Tensor:
     """A parameter or buffer of the record."""
     shape = tuple(map(int, x.shape))
     if not expert and x.numel() <= SMALL and (x.ndim < 2 or not x.is_floating_point()):
-        if not x.is_floating_point():
-            return torch.zeros(shape, dtype=x.dtype)
-        return torch.rand(shape, generator=seen.random).to(x.dtype)
+        return seen.stand_in(shape, x.dtype)
     return torch.empty(shape, dtype=x.dtype, device="meta")
+
+
+def _chooses(x: Tensor, experts: int) -> bool:
+    """Whether an argument may be choices of experts [..., k]."""
+    whole = not x.is_floating_point() and x.dtype != torch.bool
+    return whole and x.ndim > 0 and x.shape[-1] <= experts
 
 
 def _given(seen: Witness, x: Tensor, experts: int) -> Tensor:
@@ -223,7 +266,7 @@ def _given(seen: Witness, x: Tensor, experts: int) -> Tensor:
         return seen.scores(like) if shape and shape[-1] == experts else like
     if x.dtype == torch.bool:
         return torch.rand(shape, generator=seen.random) < 0.5
-    if not shape or shape[-1] > experts:
+    if not _chooses(x, experts):
         return torch.randint(0, 2, shape, generator=seen.random).to(x.dtype)
     scores = seen.scores(torch.empty((*shape[:-1], experts), device="meta"))
     return scores.topk(shape[-1], -1).indices.to(x.dtype)

@@ -12,8 +12,9 @@ from autopar.ir.grouped import Body
 from autopar.ir.program import Spec
 from autopar.rules.experts import keeps_rows
 from autopar.trace.expert_body import Step, body_of
+from autopar.trace.questions import behind
 from autopar.trace.record import Unrecognized
-from autopar.trace.terms import DYNAMIC, VIEWS, Reader, Segment, Terms, Weight, leading, selected
+from autopar.trace.terms import DYNAMIC, VIEWS, Reader, Segment, Terms, Weight, leading, selected, selectors
 from autopar.trace.witness import aten, chosen
 
 ROWS = (3, 5)
@@ -58,11 +59,12 @@ class Routed:
 
 @dataclass
 class Chain:
-    """What an expert was seen to compute: its number, its rows of ``hidden``, and the steps."""
+    """What an expert was seen to compute: its number, its rows of ``hidden``, what chose these, and the steps."""
 
     expert: int
     hidden: fx.Node
     tokens: Tensor
+    selected_by: frozenset[fx.Node]
     steps: tuple[Step, ...]
     width: int
     dtype: torch.dtype
@@ -77,15 +79,18 @@ class Layer:
         outputs: what is kept of that.
         families: templates of experts' parameters: names with ``{}`` for the number of the expert, or of stacked ones.
         experts: how many there are.
+        asked: values that Python looked at.
     """
 
     nodes: list[fx.Node]
     outputs: list[fx.Node]
     families: Mapping[str, Spec]
     experts: int
+    asked: list[fx.Node] = field(default_factory=list)
     read: Reader = field(default_factory=Reader)
     routed: dict[fx.Node, Routed] = field(default_factory=dict)
     needed: set[fx.Node] = field(default_factory=set)
+    owners: dict[fx.Node, set[int]] = field(default_factory=dict)  # of each op: the experts that have tokens
 
     def __post_init__(self) -> None:
         self.dynamic: set[fx.Node] = set()
@@ -112,23 +117,13 @@ class Layer:
 
     def text(self) -> str:
         """What is left, said by a hash: equal for layers that compute the same."""
-        known: dict[fx.Node, str] = {}
-        for node in self.nodes:
-            if node not in self.needed:
-                continue
-            if node in self.routed:
-                r = self.routed[node]
-                index = None if r.index is None else known[r.index]
-                weights = [(w.kind, [known[n] for n in w.nodes]) for w in r.weights]
-                base = None if r.base is None else known[r.base]
-                parts = repr((known[r.hidden], index, r.choices, weights, base, r.params, r.body))
-            elif node.op == "placeholder":
-                value = node.meta.get("constant")
-                parts = node.meta["name"] if value is None else repr((value.dtype, value.tolist()))
-            else:
-                parts = repr((str(node.target), *_mapped((node.args, dict(node.kwargs)), lambda n: _Named(known[n]))))
-            known[node] = sha256(parts.encode()).hexdigest()
+        known = digests(self.nodes, self.needed, self.routed)
         return " ".join(known[n] for n in self.outputs)
+
+    @property
+    def hit(self) -> set[int]:
+        """The experts that every op has tokens for."""
+        return set.intersection(*(self.owners[n] for n in self.routed))
 
     def _routed(self, node: fx.Node) -> Routed | None:
         terms = self.read.terms(node)
@@ -156,13 +151,14 @@ class Layer:
         k = int(each[0])
         if not torch.equal(rows, tokens) or bool((each != k).any()) or source in self.dynamic:
             return None
-        index = self._index(rows, owners, count, k)
+        index = self._index({n for c in chains.values() for n in c.selected_by}, rows, owners, count, k)
         if index is None and k != self.experts:
             return None
         weights = self._weights(segments, chains, rows, owners, index, count, k)
         steps, _, dtype = alike.pop()
         if weights is None:
             return None
+        self.owners[node] = set(owners.tolist())
         params, body = self._body(steps, source)
         base = base if isinstance(base, fx.Node) else None
         return Routed(node, base, source, index, k, weights, params, body)
@@ -174,13 +170,14 @@ class Layer:
         whole = terms.base is not None and torch.equal(terms.carried, torch.arange(terms.count))
         return terms.base if whole and terms.base not in self.dynamic else False
 
-    def _index(self, rows: Tensor, owners: Tensor, count: int, k: int) -> fx.Node | None:
-        """The integers, k for each row, that say which experts it goes to."""
+    def _index(self, by: set[fx.Node], rows: Tensor, owners: Tensor, count: int, k: int) -> fx.Node | None:
+        """The integers, k for each row, that say which experts it goes to: the last ones behind the rows' selection."""
         order = torch.argsort(rows * self.experts + owners)
         want = owners[order].view(count, k)
         if k > 1 and bool((want[:, 1:] == want[:, :-1]).any()):
             return None
-        for node in self.nodes:
+        candidates = behind([*by, *self.asked])
+        for node in reversed([n for n in self.nodes if n in candidates]):
             value = node.meta.get("number")
             if value is None or value.dtype != torch.long or value.numel() != count * k or node in self.dynamic:
                 continue
@@ -264,7 +261,8 @@ class Layer:
             return None
         steps = self._steps([n for n in self.nodes if n in inside], leaves)
         val = y.meta["val"]
-        return Chain(expert, hidden, tokens, steps, int(val.shape[-1]), val.dtype) if steps else None
+        by = selectors(inputs[0], hidden)
+        return Chain(expert, hidden, tokens, by, steps, int(val.shape[-1]), val.dtype) if steps else None
 
     def _template(self, node: fx.Node) -> str | None:
         """The family of an expert's own parameter."""
@@ -313,6 +311,27 @@ class Layer:
         if len(bodies) != 1:
             raise Unrecognized("an expert that depends on the number of its rows")
         return params, bodies.pop()
+
+
+def digests(nodes: list[fx.Node], needed: set[fx.Node], routed: Mapping[fx.Node, Routed]) -> dict[fx.Node, str]:
+    """Hashes of those nodes that are ``needed``, equal for what is computed alike."""
+    known: dict[fx.Node, str] = {}
+    for node in nodes:
+        if node not in needed:
+            continue
+        if node in routed:
+            r = routed[node]
+            index = None if r.index is None else known[r.index]
+            weights = [(w.kind, [known[n] for n in w.nodes]) for w in r.weights]
+            base = None if r.base is None else known[r.base]
+            parts = repr((known[r.hidden], index, r.choices, weights, base, r.params, r.body))
+        elif node.op == "placeholder":
+            value = node.meta.get("constant")
+            parts = node.meta["name"] if value is None else repr((value.dtype, value.tolist()))
+        else:
+            parts = repr((str(node.target), *_mapped((node.args, dict(node.kwargs)), lambda n: _Named(known[n]))))
+        known[node] = sha256(parts.encode()).hexdigest()
+    return known
 
 
 @dataclass(frozen=True)

@@ -168,6 +168,16 @@ def selected(node: fx.Node, narrow: bool = True) -> tuple[fx.Node, Tensor]:
     return node, places
 
 
+def selectors(node: fx.Node, source: fx.Node) -> frozenset[fx.Node]:
+    """The values by which a chain of selections chooses, from ``source`` to ``node``."""
+    found = set[fx.Node]()
+    while node is not source:
+        before: Any = node.args[0]
+        found |= {n for n in node.all_input_nodes if n is not before}
+        node = before
+    return frozenset(found)
+
+
 def _part(split: fx.Node, numbers: Tensor, index: int, narrow: bool) -> Tensor | None:
     dim = split.args[2] if len(split.args) > 2 else 0
     if split.target is aten.unbind.int:

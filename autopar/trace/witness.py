@@ -7,13 +7,16 @@ runs as it does for real. Tokens, weights and results of experts lie on the meta
 
 import operator
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from autopar.trace.questions import CHOSEN, MADE_UP, PLAIN, Choice, choice_of
 from autopar.trace.record import Unrecognized
 
 aten = torch.ops.aten
@@ -27,23 +30,39 @@ ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 UNSET = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)
 VIEWS = {aten.select.int: aten.select_scatter.default, aten.slice.Tensor: aten.slice_scatter.default}
 FAVOUR = (8.0, 6.0)  # what the experts that a token shall choose score above the others
+STEP = 4.0  # by how much an expert scores above the next one where all tokens rank them alike
+COUNTED = {aten.index.Tensor: 1, aten.masked_select.default: 1}  # which argument says how large the result is; else 0
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What experts score in a record.
+
+    ``kind``: "spread": of token t the expert ``(t + first) % experts`` scores highest, then the next one; "alike": all
+    tokens rank the experts ``first``, ``first + 1``, ...; "biased": spread, and vectors of that length rank them so.
+    """
+
+    first: int = 0
+    kind: Literal["spread", "alike", "biased"] = "spread"
 
 
 class Witness(TorchDispatchMode):
     """Records every op as a functional graph.
 
-    Nodes have ``meta``: ``val``, what the op returned; ``number``, its value where it has one; ``expert``, numbers of
-    the experts whose parameters it depends on (-1: of some); ``grad``, whether gradients were on; ``name`` of what was
-    given by ``track``.
+    Nodes have ``meta``: ``val``, what the op returned; ``level``, what its numbers follow from; ``number``, its value
+    where that is nothing but choices of experts; ``choice``, where it is one; ``expert``, numbers of the experts whose
+    parameters it depends on (-1: of some); ``grad``, whether gradients were on; ``name`` of what was given by
+    ``track``. ``asked`` are values that Python looked at, with their numbers.
 
     Args:
         experts: how many there are; floats as wide as that get numbers.
-        first: of token t the expert ``(t + first) % experts`` scores highest; None: every token prefers the same two.
+        like: what these are.
     """
 
-    def __init__(self, experts: int, first: int | None) -> None:
+    def __init__(self, experts: int, like: Scores) -> None:
         super().__init__()
-        self.experts, self.first = experts, first
+        self.experts, self.like = experts, like
+        self.asked: list[tuple[fx.Node, tuple[Any, ...]]] = []
         self.random = torch.Generator().manual_seed(0)
         self.graph = fx.Graph()
         self.nodes: dict[int, fx.Node] = {}
@@ -51,12 +70,16 @@ class Witness(TorchDispatchMode):
         self.shared: dict[int, set[int]] = {}  # storage: tensors in it
         self.stale: set[int] = set()
         self.void: set[int] = set()  # real tensors whose numbers mean nothing
+        self.outside: set[int] = set()  # storages of tensors that were there before
         self.kept: list[Tensor] = []
 
-    def track(self, x: Tensor, name: str, expert: frozenset[int] = frozenset()) -> fx.Node:
-        """Make ``x`` an input of the graph."""
+    def track(
+        self, x: Tensor, name: str, expert: frozenset[int] = frozenset(), choice: Choice | None = None
+    ) -> fx.Node:
+        """Make ``x`` an input of the graph; its numbers are made up, unless it is a choice of experts."""
         node = self.graph.placeholder(f"in_{len(self.kept)}")
-        node.meta.update(name=name, expert=expert, grad=True)
+        node.meta.update(name=name, expert=expert, grad=True, level=MADE_UP)
+        node.meta.update({"choice": choice, "level": CHOSEN} if choice else {})
         self._follow(x, node)
         return node
 
@@ -68,8 +91,9 @@ class Witness(TorchDispatchMode):
             if x.is_meta or type(x) is not Tensor:
                 raise Unrecognized("a tensor whose origin was not seen")
             node = self.graph.placeholder(f"constant_{len(self.kept)}")
-            node.meta.update(constant=x.clone(), expert=frozenset(), grad=True)
+            node.meta.update(constant=x.clone(), expert=frozenset(), grad=True, level=PLAIN)
             self._follow(x, node)
+            self.outside.add(x.untyped_storage()._cdata)
         return self.nodes[id(x)]
 
     def __torch_dispatch__(
@@ -78,18 +102,27 @@ class Witness(TorchDispatchMode):
         kwargs = kwargs or {}
         read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if func is aten._local_scalar_dense.default:
-            return self._number(read[0])
+            self.look(read[0])
+            return func(read[0])
         given = tree_map_only(Tensor, self.node_of, (args, kwargs))
+        self._sized(func, args)
+        if func is aten.lift_fresh.default:
+            self.outside.discard(read[0].untyped_storage()._cdata)
         expert = frozenset[int]().union(*(self.node_of(t).meta["expert"] for t in read))
         if -1 in expert and (one := chosen(given[0][0], func, given[0])) is not None:
             expert = frozenset({one})
         if func._schema.is_mutable:
             return self._write(func, args, kwargs, given, expert)
-        out = self._valued(self._run(func, args, kwargs), expert)
+        ran = self._run(func, args, kwargs)
+        out = self._valued(ran, expert)
         if func is aten.detach.default and (given[0][0].target in FILLED or given[0][0].target in GIVEN):
             self._follow(out, given[0][0])  # how a factory's own kernel ends
             return out
         node = self._add(func, given, expert)
+        if out is not ran:
+            node.meta["level"] = MADE_UP
+        if torch.Tag.data_dependent_output in func.tags:
+            self._ask(node, (out,))
         if isinstance(out, Tensor):
             self._follow(out, node)
             if func in VIEWS:
@@ -101,12 +134,30 @@ class Witness(TorchDispatchMode):
                 self._follow(part, self._add(operator.getitem, ((node, i), {}), expert))
         return out
 
-    def _number(self, x: Tensor) -> Any:
-        """A number that Python asks for."""
-        self.node_of(x)
+    def look(self, x: Tensor) -> Any:
+        """All numbers of a tensor, nested as it is, for which Python asks."""
+        node = self.node_of(x)
         if x.is_meta or id(x) in self.void:
-            raise Unrecognized("Python reads a number that depends on what experts compute")
-        return aten._local_scalar_dense.default(x)
+            raise Unrecognized("Python asks for a number that depends on what experts compute")
+        with torch._C.DisableTorchFunction():
+            numbers = x.tolist()
+        self._ask(node, tuple(tree_leaves(numbers)))
+        return numbers
+
+    def _ask(self, node: fx.Node, answers: tuple[Any, ...]) -> None:
+        if node.meta["level"] == MADE_UP:
+            raise Unrecognized("Python asks for a number that follows from more than which experts are chosen")
+        if node.meta["level"] == CHOSEN:
+            self.asked.append((node, answers))
+
+    def _sized(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Raises Unrecognized where the size of a result follows from more than which experts are chosen."""
+        if torch.Tag.dynamic_output_shape not in func.tags:
+            return
+        for x in tree_leaves(args[COUNTED.get(func, 0)]):
+            static = func is aten.index.Tensor and isinstance(x, Tensor) and x.dtype not in (torch.bool, torch.uint8)
+            if isinstance(x, Tensor) and not static and ("number" not in self.node_of(x).meta):
+                raise Unrecognized("how many rows there are follows from more than which experts are chosen")
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The op's result: real where all that it reads is, or where it is a small tensor of one number."""
@@ -145,14 +196,32 @@ class Witness(TorchDispatchMode):
         """Numbers for scores [..., experts]."""
         rows = like.numel() // self.experts
         out = torch.randn(rows, self.experts, generator=self.random)
-        start = torch.zeros(rows, dtype=torch.long) if self.first is None else torch.arange(rows) + self.first
-        for i, more in enumerate(FAVOUR[: self.experts]):
-            out[torch.arange(rows), (start + i) % self.experts] += more
+        if self.like.kind == "alike":
+            out = out * 0.01 + self._ranks(self.like.first)
+        else:
+            start = torch.arange(rows) + self.like.first
+            for i, more in enumerate(FAVOUR[: self.experts]):
+                out[torch.arange(rows), (start + i) % self.experts] += more
         return out.to(like.dtype).view(like.shape)
+
+    def _ranks(self, first: int) -> Tensor:
+        """Scores [experts] by which ``first`` is best, then the next one."""
+        return FAVOUR[0] - STEP * ((torch.arange(self.experts) - first) % self.experts)
+
+    def stand_in(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Numbers of a small parameter or buffer."""
+        if not dtype.is_floating_point:
+            return torch.zeros(shape, dtype=dtype)
+        if shape == (self.experts,) and self.like.kind == "biased":
+            return (10 * self._ranks(self.like.first + self.experts // 2)).to(dtype)
+        some = torch.rand(shape, generator=self.random)
+        return (1 + 0.01 * some if shape == (self.experts,) else some).to(dtype)
 
     def _add(self, func: Any, given: Any, expert: frozenset[int]) -> fx.Node:
         node = self.graph.call_function(func, *given)
-        node.meta.update(expert=expert, grad=torch.is_grad_enabled())
+        node.meta.update(expert=expert, grad=torch.is_grad_enabled(), level=_level(func, node))
+        choice = choice_of(func, *given) if node.meta["level"] == MADE_UP else None
+        node.meta.update({"choice": choice, "level": CHOSEN} if choice else {})
         return node
 
     def _write(self, func: Any, args: Any, kwargs: Any, given: Any, expert: frozenset[int]) -> Any:
@@ -163,6 +232,8 @@ class Witness(TorchDispatchMode):
         if twin is None or not name.endswith("_") or not isinstance(target, Tensor):
             raise Unrecognized(f"{func} has no functional form here")
         self.node_of(target)
+        if target.untyped_storage()._cdata in self.outside:
+            raise Unrecognized("a tensor is written to that is no buffer")
         for other in self.shared.get(target.untyped_storage()._cdata, ()):
             meta = self.nodes[other].meta
             meta.update({"number": meta["number"].clone()} if "number" in meta else {})
@@ -192,7 +263,7 @@ class Witness(TorchDispatchMode):
 
     def _set(self, x: Tensor, node: fx.Node) -> None:
         node.meta["val"] = x
-        if not x.is_meta and id(x) not in self.void:
+        if not x.is_meta and id(x) not in self.void and node.meta["level"] != MADE_UP:
             node.meta["number"] = x
         self.nodes[id(x)] = node
 
@@ -200,6 +271,31 @@ class Witness(TorchDispatchMode):
         self.kept.append(x)
         self._set(x, node)
         self.shared.setdefault(x.untyped_storage()._cdata, set()).add(id(x))
+
+
+def _level(func: Any, node: fx.Node) -> int:
+    """What an op's numbers follow from."""
+    if func in FILLED or func in GIVEN:
+        return PLAIN
+    if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+        return MADE_UP
+    return max((n.meta["level"] for n in node.all_input_nodes), default=PLAIN)
+
+
+class Listing(TorchFunctionMode):
+    """While it is on, the witness sees Python look at whole tensors, which are no ops."""
+
+    def __init__(self, witness: Witness) -> None:
+        super().__init__()
+        self.witness = witness
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at one call."""
+        if func is Tensor.tolist:
+            return self.witness.look(args[0])
+        if func in (Tensor.numpy, Tensor.__array__):
+            raise Unrecognized("Python takes a tensor for an array")
+        return func(*args, **(kwargs or {}))
 
 
 def chosen(source: Any, target: Any, args: Any) -> int | None:
