@@ -2,10 +2,9 @@
 
 Such a module holds stacked parameters, one slice for each expert, and is called with tokens [T, H], the experts that
 each token chose [T, k] and their weights [T, k]. What one expert computes is read off the module's own forward, run
-for choices that we give it, on tensors without values (``trace.record``). All experts must compute the same.
+for choices that we make (``trace.witness``). All experts must compute the same.
 """
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,17 +17,18 @@ from torch import Tensor, fx, nn
 from autopar.ir import ops
 from autopar.ir.grouped import Body
 from autopar.ir.program import Spec
-from autopar.rules.experts import keeps_rows
+from autopar.trace import places
 from autopar.trace.builder import Builder, lowering
-from autopar.trace.expert_body import Reading, body_of
-from autopar.trace.layers import SINGLE, kind_of, numbers
-from autopar.trace.loops import families_of, traced_stack
+from autopar.trace.layers import SINGLE, kind_of, numbers, repeated
+from autopar.trace.loops import Families, Record, families_of, traced_stack, understood
 from autopar.trace.loops import substitute as loop
-from autopar.trace.record import Recorder, Unrecognized, aside
+from autopar.trace.once import Unsafe
+from autopar.trace.record import aside
 from autopar.trace.registered import adapter_of
+from autopar.trace.terms import whole_of
 
-Known = tuple[Body, int, torch.dtype]  # what one expert computes, its width, the result's dtype
-ROWS = (3, 5)  # tokens for each expert of two records: what depends on the number of rows differs between them
+Known = tuple[tuple[str, ...], Body, int, torch.dtype]  # parameters, what an expert computes, its width and dtype
+ROWS = 3  # tokens for each expert of a record
 
 
 @torch.library.custom_op("autopar::experts", mutates_args=())
@@ -75,34 +75,76 @@ def _parsed(text: str) -> Body:
     return body
 
 
+class Candidates:
+    """Modules of a model that may be layers of experts, or hold a loop over some, while the model is traced.
+
+    Each has a class with another forward. One in which no experts are found runs as it stands; if it holds layers that
+    could be traced once, a trace that was made for the other case has to begin anew.
+
+    Attributes:
+        unseen: why, for each kind of those that are none.
+        restart: whether to raise Unsafe where such a trace has to begin anew. restarts: how often that was.
+    """
+
+    def __init__(self, model: nn.Module, dense: bool) -> None:
+        self.dense = dense
+        self.paths = {id(module): path for path, module in model.named_modules()}
+        self.kinds: dict[nn.Module, type] = {}
+        self.looks: dict[nn.Module, Any] = {}
+        self.known: dict[Any, Known | str] = {}
+        self.loops: dict[Any, Record | str] = {}
+        self.restart, self.restarts = False, 0
+        self.unseen: list[str] = []
+        made: dict[Any, type] = {}
+        for module, ways in _candidates(model):
+            kind = self.kinds[module] = type(module)
+            self.looks[module] = kind_of(module)
+            if (kind, ways) not in made:
+                made[kind, ways] = _subclass(kind, self._forward(kind, ways), single=True)
+            module.__class__ = made[kind, ways]
+
+    def _forward(self, kind: type, ways: str) -> Callable[..., Any]:
+        if ways == "adapter":
+            return adapter_of(kind)  # type: ignore[return-value]
+        if ways == "experts":
+            return _substitute(kind, self.known, self._give_up)
+        return loop(kind, self.loops, self.dense, self._give_up)
+
+    def _give_up(self, module: nn.Module, why: str) -> None:
+        """From now on, the module and those like it run as they stand."""
+        kind, text = self.kinds[module], f"{places.UNSEEN} in {self.paths[id(module)] or 'the model'}: {why}"
+        plain = _subclass(kind, _noting(kind, text), single=False)
+        for other, look in self.looks.items():
+            if self.kinds[other] is kind and look == self.looks[module]:
+                other.__class__ = plain
+        self.unseen.append(text)
+        if self.restart and repeated(module):
+            self.restarts += 1
+            raise Unsafe("layers of one kind are in a module that could have been one of experts")
+
+    def leave(self) -> None:
+        """Every module has its own class again."""
+        for module, kind in self.kinds.items():
+            module.__class__ = kind
+
+
 @contextmanager
-def single_nodes(model: nn.Module, dense: bool = False) -> Iterator[None]:
+def single_nodes(model: nn.Module, dense: bool = False) -> Iterator[Candidates]:
     """While the context lasts, layers of experts in the model's forward are single nodes.
 
     ``dense``: so are loops in which every token goes to every expert.
     """
-    found = dict(_found(model, dense))
-    kinds = {module: type(module) for module in found}
-    made: dict[Any, type] = {}
+    found = Candidates(model, dense)
     try:
-        for module, forward in found.items():
-            key = (kinds[module], forward)
-            if key not in made:
-                made[key] = _subclass(*key)
-            module.__class__ = made[key]
-        yield
+        yield found
     finally:
-        for module, kind in kinds.items():
-            module.__class__ = kind
+        found.leave()
 
 
-def _found(model: nn.Module, dense: bool) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-    """Modules that may be layers of experts, or hold a loop over some, and what is called for their forward."""
-    known: dict[Any, Known | None] = {}
-    loops: dict[Any, Any] = {}
-    made: dict[Any, Callable[..., Any]] = {}
+def _candidates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Modules that may be layers of experts, or hold a loop over some, and which: "adapter", "experts", "loop"."""
     inside: set[int] = set()
-    for module in model.modules():
+    for module in list(model.modules()):
         kind = type(module)
         if adapter_of(kind):
             ways = "adapter"
@@ -113,10 +155,7 @@ def _found(model: nn.Module, dense: bool) -> Iterator[tuple[nn.Module, Callable[
         else:
             continue
         inside |= {id(m) for m in module.modules()} if ways != "experts" else set()
-        if (kind, ways) not in made:
-            found = adapter_of(kind) or (_substitute(kind, known) if ways == "experts" else loop(kind, loops, dense))
-            made[kind, ways] = found
-        yield module, made[kind, ways]
+        yield module, ways
 
 
 def _smaller(module: nn.Module) -> bool:
@@ -146,82 +185,75 @@ def _plain(kind: type) -> Callable[..., Any]:
     return forward
 
 
-def _subclass(kind: type, forward: Callable[..., Any]) -> type:
+def _subclass(kind: type, forward: Callable[..., Any], single: bool) -> type:
     """A class like ``kind`` with another forward."""
-    made = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, SINGLE: True})
+    more = {SINGLE: True} if single else {}
+    made = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, **more})
     made.__qualname__ = kind.__qualname__
     return made
 
 
-def _substitute(kind: type, known: dict[Any, Known | None]) -> Callable[..., Any]:
-    """A forward for ``kind`` that is one node where it can be."""
+def _noting(kind: Any, text: str) -> Callable[..., Any]:
+    """The forward of ``kind``, whose failures say more."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return kind.forward(self, *args, **kwargs)
+        except Exception as error:
+            error.add_note(text)
+            raise
+
+    return forward
+
+
+def _substitute(kind: type, known: dict[Any, Known | str], otherwise: Callable[[Any, str], None]) -> Callable[..., Any]:
+    """A forward for ``kind`` that is one node where it can be; ``otherwise`` is called where it cannot."""
     names = _parameters(kind)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(type(self), SINGLE):
+            return type(self).forward(self, *args, **kwargs)
         given = {**dict(zip(names, args)), **kwargs}
         taken = [given.get(name) for name in names[:3]]
         fits = len(given) == 3 and all(isinstance(t, Tensor) for t in taken)
-        found = _look_up(known, self, kind, taken) if fits else None
-        if found is None:
-            return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-        body, width, dtype = found
-        own = [p for p in self._parameters.values() if p is not None]
+        found = _look_up(known, self, kind, taken) if fits else "it is not called with tokens, choices and weights"
+        if isinstance(found, str):
+            otherwise(self, found)
+            return type(self).forward(self, *args, **kwargs)
+        params, body, width, dtype = found
+        own = [self._parameters[name] for name in params]
         return torch.ops.autopar.experts(*taken, own, repr(body), width, dtype)
 
     return forward
 
 
-def _look_up(known: dict[Any, Known | None], module: Any, kind: type, taken: list[Any]) -> Known | None:
-    """What one expert of the module computes, its width and the result's dtype; None where that cannot be said."""
+def _look_up(known: dict[Any, Known | str], module: Any, kind: type, taken: list[Any]) -> Known | str:
+    """What one expert of the module computes, its width and the result's dtype; or why that cannot be said."""
     hidden, index, weights = taken
     fits = hidden.ndim == index.ndim == weights.ndim == 2 and index.shape == weights.shape
     if not fits or index.is_floating_point() or not weights.is_floating_point() or index.shape[1] > stacked(module):
-        return None
+        return "it is not called with tokens [T, H], choices [T, k] and weights [T, k]"
     alike = (kind, kind_of(module), tuple(numbers(module).items()))
     key = (*alike, hidden.shape[1], index.shape[1], hidden.dtype, weights.dtype)
     if key not in known:
-        with aside(), torch.no_grad():
-            try:
-                known[key] = _read(module, kind, int(hidden.shape[1]), index.shape[1], hidden.dtype, weights.dtype)
-            except (Unrecognized, RuntimeError, TypeError, IndexError, ValueError):
-                known[key] = None
+        rows = ROWS * stacked(module)
+        given = tuple(torch.empty((rows, int(x.shape[1])), dtype=x.dtype, device="meta") for x in taken)
+        own = {n: Spec(tuple(p.shape), p.dtype) for n, p in module.named_parameters()}
+        found = Families(stacked(module), own, {n: (n, -1) for n in own})
+        plain = type(kind.__name__, (kind,), {"forward": _plain(kind)})
+        record = understood(module, plain, found, given, {})
+        with aside():
+            known[key] = record if isinstance(record, str) else _alone(record)
     return known[key]
 
 
-def _read(module: Any, kind: type, width: int, choices: int, dtype: torch.dtype, weighing: torch.dtype) -> Known:
-    found = set()
-    for rows in ROWS:
-        seen, experts = Recorder(), stacked(module)
-        like = {n: _empty(p.shape, p.dtype) for n, p in module._parameters.items() if p is not None}
-        hidden = _empty((experts * rows, width), dtype)
-        weights = _empty((experts * rows, choices), weighing)
-        index = (torch.arange(experts * rows)[:, None] * choices + torch.arange(choices)) % experts
-        for name, value in (*like.items(), ("hidden", hidden), ("weights", weights)):
-            seen.track(value, f"${name}" if name in like else name)
-        with seen:
-            out = _plain(kind)(_copy(module, kind, like), hidden, index, weights)
-        if not isinstance(out, Tensor) or out.shape[:-1] != hidden.shape[:-1] or id(out) not in seen.nodes:
-            raise Unrecognized("the result is not a row for each token")
-        chains = set(Reading(seen, seen.nodes[id(out)], index).chains())
-        if len(chains) != 1:
-            raise Unrecognized("experts compute different things")
-        specs = {n: Spec(tuple(p.shape), p.dtype) for n, p in like.items()}
-        body = body_of(chains.pop(), Spec((rows * choices, width), dtype), specs)
-        if not keeps_rows(body, Spec((rows * choices, width), dtype), tuple(specs.values())):
-            raise Unrecognized("an expert mixes its rows")
-        found.add((body, int(out.shape[1]), out.dtype))
-    if len(found) != 1:
-        raise Unrecognized("an expert that depends on the number of its rows")
-    return found.pop()
-
-
-def _copy(module: Any, kind: type, params: dict[str, Tensor]) -> Any:
-    """The module of its own class with other parameters."""
-    out = copy.copy(module)
-    out.__class__ = kind
-    out.__dict__["_parameters"] = dict.fromkeys(module._parameters, None) | params
-    return out
-
-
-def _empty(shape: Any, dtype: torch.dtype) -> Tensor:
-    return torch.empty(tuple(int(n) for n in shape), dtype=dtype, device="meta")
+def _alone(record: Record) -> Known | str:
+    """One op of the tokens, choices and weights that were given; or what else there is."""
+    node, op = record.nodes[0], record.layer.routed.get(record.nodes[0])
+    if op is None or len(record.nodes) != 1 or op.base is not None or op.index is None or len(op.weights) != 1:
+        return "it computes more than its experts"
+    weighing = op.weights[0]
+    given = [whole_of(n) for n in (op.hidden, op.index, *weighing.nodes)]
+    if weighing.kind != "choices" or given != ["#0", "#1", "#2"]:
+        return "its arguments are no tokens, choices and weights"
+    return op.params, op.body, int(node.meta["val"].shape[-1]), node.meta["val"].dtype

@@ -16,6 +16,8 @@ from autopar.ir.program import Param, Spec
 from autopar.trace import places
 from autopar.trace.attached import inline_no_grad
 from autopar.trace.backward import watched
+from autopar.trace.experts import Candidates
+from autopar.trace.layers import repeated
 from autopar.trace.once import Unsafe, bodies_of, intercepted
 from autopar.trace.prepare import prepared, quiet
 from autopar.trace.state import Carried, Place, Snapshot, watched_attributes
@@ -41,6 +43,7 @@ class Exported:
     structure: Structure
     notes: list[str] = field(default_factory=list)
     bodies: dict[str, "Exported"] = field(default_factory=dict)  # of layers that are single nodes, by path
+    unseen: list[str] = field(default_factory=list)  # why modules that could hold experts were traced as they stand
 
     @property
     def looks(self) -> list[tuple[tuple[int, ...], str]]:
@@ -156,15 +159,20 @@ def export(
     """
     notes: list[str] = []
     checkpoints: list[str] = []
-    with watched(model), prepared(model, train, notes, checkpoints, dense), warnings.catch_warnings():
+    with (
+        watched(model),
+        prepared(model, train, notes, checkpoints, dense) as candidates,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
-        exported = _export_once(model, structure, flat, loss) if once else None
+        exported = _export_once(model, structure, flat, loss, candidates) if once else None
         if exported is None:
             wrapper = _Flat(model, structure, loss)
             exported = _export(model, wrapper, flat, params_of(model))
             if wrapper.seen.changed:
                 notes += _refuse_carried(wrapper, exported, flat)
     exported.notes += notes
+    exported.unseen += candidates.unseen
     if checkpoints:
         _say_checkpoints(checkpoints, exported.notes)
     return exported
@@ -223,29 +231,47 @@ def _same_afterwards(
 
 
 def _export_once(
-    model: nn.Module, structure: Structure, flat: list[Tensor], loss: Callable[[Any], Tensor] | None
+    model: nn.Module,
+    structure: Structure,
+    flat: list[Tensor],
+    loss: Callable[[Any], Tensor] | None,
+    candidates: Candidates,
 ) -> Exported | None:
     """The graph in which each kind of layer was traced once; None where that is not safe."""
-    params = params_of(model)
-    for hide in (True, False):
-        wrapper = _Flat(model, structure, loss)
-
-        def later(again: _Flat, hide: bool = hide) -> Exported:
-            with intercepted(model, hide, again.running):
-                return _export(model, again, flat, params)
-
-        try:
-            with intercepted(model, hide, wrapper.running) as calls:
-                if not calls.kinds:
-                    return None
-                exported = _export(model, wrapper, flat, params)
-            if wrapper.seen.changed and not _same_afterwards(wrapper, exported, later, good=True):
-                return None
-            exported.bodies = bodies_of(model, calls, _body)
-            return exported
-        except (Unsafe, AutoparError):
-            continue
+    ways = [False, True]
+    candidates.restart = True
+    try:
+        while ways and repeated(model, everywhere=True):
+            restarts = candidates.restarts
+            try:
+                return _once(model, structure, flat, loss, ways[-1])
+            except (Unsafe, AutoparError):
+                if candidates.restarts > restarts:
+                    continue
+                if not repeated(model):
+                    raise
+                ways.pop()
+    finally:
+        candidates.restart = False
     return None
+
+
+def _once(
+    model: nn.Module, structure: Structure, flat: list[Tensor], loss: Callable[[Any], Tensor] | None, hide: bool
+) -> Exported | None:
+    """The same in one of the two ways to intercept layers. Raises Unsafe, AutoparError."""
+    params, wrapper = params_of(model), _Flat(model, structure, loss)
+
+    def later(again: _Flat) -> Exported:
+        with intercepted(model, hide, again.running):
+            return _export(model, again, flat, params)
+
+    with intercepted(model, hide, wrapper.running) as calls:
+        exported = _export(model, wrapper, flat, params)
+    if wrapper.seen.changed and not _same_afterwards(wrapper, exported, later, good=True):
+        return None
+    exported.bodies = bodies_of(model, calls, _body)
+    return exported
 
 
 def _body(layer: nn.Module, structure: Structure, flat: list[Tensor]) -> Exported:

@@ -13,13 +13,16 @@ Attribute = tuple[str, str]  # path of the module in the element, name
 SINGLE = "_autopar_single"  # attribute of classes whose modules are traced whole, lists in them included
 
 
-def repeated(model: nn.Module) -> dict[str, int]:
-    """Path -> number of the kind of each element of an outermost list in which at least three are of one kind."""
+def repeated(model: nn.Module, everywhere: bool = False) -> dict[str, int]:
+    """Path -> number of the kind of each element of an outermost list in which at least three are of one kind.
+
+    ``everywhere``: also of lists in modules that are traced whole.
+    """
     found: dict[str, int] = {}
     known: dict[Hashable, int] = {}
 
     def visit(module: nn.Module, path: str) -> None:
-        if hasattr(type(module), SINGLE):
+        if hasattr(type(module), SINGLE) and not everywhere:
             return
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) >= 3:
             children = ((f"{path}{name}", kind_of(child)) for name, child in module.named_children())

@@ -16,7 +16,8 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autopar.ir.program import Spec
-from autopar.trace.layers import kind_of, numbers
+from autopar.trace import places
+from autopar.trace.layers import SINGLE, kind_of, numbers
 from autopar.trace.questions import Choice, Questions, behind
 from autopar.trace.record import Unrecognized, aside
 from autopar.trace.routed import Layer, Routed, digests
@@ -140,14 +141,13 @@ class Record:
         return self.layer.text(), str(self.result), str(self.plain)
 
 
-def understood(module: Any, kind: type, found: Families, args: Any, kwargs: Any) -> Record | None:
-    """The layer as routing and one op; None where it cannot be said so."""
+def understood(module: Any, kind: type, found: Families, args: Any, kwargs: Any) -> "Record | str":
+    """The layer as routing and one op; or why it cannot be said so."""
     with aside(), torch.random.fork_rng(devices=[]):
         try:
-            make = functools.partial(_recorded, module, kind, found, args, kwargs)
-            return Records(make, found.count).all()
-        except (Unrecognized, RuntimeError, TypeError, IndexError, ValueError, AttributeError, KeyError):
-            return None
+            return Records(functools.partial(_recorded, module, kind, found, args, kwargs), found.count).all()
+        except Unrecognized as error:
+            return str(error)
 
 
 class Records:
@@ -216,7 +216,7 @@ def _recorded(module: Any, kind: type, found: Families, args: Any, kwargs: Any, 
     try:
         module.__class__ = kind
         with _reparametrize_module(module, tensors, tie_weights=True), Listing(seen), seen:
-            out = kind.forward(module, *call_args, **call_kwargs)  # type: ignore[attr-defined]
+            out = _run(module, kind, call_args, call_kwargs)
             tensors |= {n: b for n, b in module.named_buffers() if b is not tensors[n]}
         changed = [(path, name) for path, name in before.changed() if not path or name not in parts[path]._buffers]
         values = [getattr(parts[path], name) for path, name in changed]
@@ -224,6 +224,15 @@ def _recorded(module: Any, kind: type, found: Families, args: Any, kwargs: Any, 
         before.restore()
         module.__class__ = own
     return _kept(seen, found, tensors, module, out, changed, values)
+
+
+def _run(module: Any, kind: Any, args: Any, kwargs: Any) -> Any:
+    """The module's forward. Raises Unrecognized, with its line, for whatever it raises itself."""
+    try:
+        return kind.forward(module, *args, **kwargs)
+    except Exception as error:
+        what = str(error) if isinstance(error, Unrecognized) else f"it raises {type(error).__name__}"
+        raise Unrecognized(f"{places.line_of(error, module)}: {what}") from error
 
 
 def _kept(
@@ -349,26 +358,31 @@ def _attribute(module: Any, name: str) -> Any:
     return functools.reduce(getattr, name.split("."), module)
 
 
-def substitute(kind: type, known: dict[Any, Record | None], dense: bool) -> Callable[..., Any]:
+def substitute(
+    kind: type, known: dict[Any, Record | str], dense: bool, otherwise: Callable[[Any, str], None]
+) -> Callable[..., Any]:
     """A forward for ``kind`` in which experts are one op where that can be said.
 
-    ``dense``: also where every token goes to every expert.
+    Args:
+        dense: also where every token goes to every expert.
+        otherwise: is called before the forward runs as it stands, with the module and why it does.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(type(self), SINGLE):
+            return type(self).forward(self, *args, **kwargs)
         record = _look_up(known, self, kind, args, kwargs)
-        every = record is not None and all(r.index is None for r in record.layer.routed.values())
-        if record is None or (every and not dense):
-            return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-        return replay(record, self, args, kwargs)
+        if isinstance(record, Record) and (dense or any(r.index is not None for r in record.layer.routed.values())):
+            return replay(record, self, args, kwargs)
+        otherwise(self, record if isinstance(record, str) else "every token goes to every expert")
+        return type(self).forward(self, *args, **kwargs)
 
     return forward
 
 
-def _look_up(known: dict[Any, Record | None], module: Any, kind: type, args: Any, kwargs: Any) -> Record | None:
+def _look_up(known: dict[Any, Record | str], module: Any, kind: type, args: Any, kwargs: Any) -> Record | str:
     found = families_of(module)
-    if found is None:
-        return None
+    assert found is not None
     flat, spec = tree_flatten((args, kwargs))
     looks = tuple((tuple(map(int, x.shape)), x.dtype) if isinstance(x, Tensor) else repr(x) for x in flat)
     key = (kind, kind_of(module), tuple(numbers(module).items()), str(spec), looks, torch.is_grad_enabled())

@@ -16,6 +16,8 @@ FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.*)')
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PYTHON = os.path.dirname(os.path.abspath(os.__file__))
 TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+DEPENDENT = "data-dependent-control-flow"
+UNSEEN = "no experts were recognized"  # how notes begin that say why a layer of experts was traced as it stands
 
 
 def is_user(path: str) -> bool:
@@ -56,11 +58,22 @@ def source_of(node: fx.Node) -> str:
 
 def explain(error: BaseException, model: nn.Module) -> AutoparError:
     """The refusal that a failure during the trace amounts to, with the module and the user's line."""
-    frame, line = _user_frame(error)
-    where = _where(frame, line, model) if frame else "the model"
+    where = line_of(error, model)
+    said = [n for e in chain(error) for n in getattr(e, "__notes__", ()) if n.startswith(UNSEEN)]
+    return also(_explained(error, where), said)
+
+
+def also(error: AutoparError, unseen: list[str]) -> AutoparError:
+    """A refusal of data-dependent control flow says why no experts were recognized; others stay as they are."""
+    if error.slug != DEPENDENT or not unseen:
+        return error
+    return AutoparError(DEPENDENT, "; ".join([error.message, *dict.fromkeys(unseen)]), error.fix)
+
+
+def _explained(error: BaseException, where: str) -> AutoparError:
     if _is_data_dependent(error):
         return AutoparError(
-            "data-dependent-control-flow",
+            DEPENDENT,
             f"{where}: the path taken depends on a tensor's values",
             "choose with torch.where (torch.cond for whole branches), or compute the flag outside and pass a bool;"
             " a layer of experts can be said by autopar.register_experts",
@@ -68,6 +81,12 @@ def explain(error: BaseException, model: nn.Module) -> AutoparError:
     text = str(error).strip().splitlines() or [""]
     what = f"{where}: {type(error).__name__}: {text[0]}"
     return AutoparError("trace-failed", what, "make this line traceable by torch.export(strict=False)")
+
+
+def line_of(error: BaseException, model: nn.Module) -> str:
+    """The innermost line of user code that a failure went through, with its module."""
+    frame, line = _user_frame(error)
+    return _where(frame, line, model) if frame else "the model"
 
 
 def here(model: nn.Module) -> str:

@@ -15,17 +15,18 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autopar.trace.experts import single_nodes
+from autopar.trace.experts import Candidates, single_nodes
 from autopar.trace.watch import plain_modes
 
 
 @contextmanager
 def prepared(
     model: nn.Module, train: bool, notes: list[str], checkpoints: list[str], dense: bool = False
-) -> Iterator[None]:
+) -> Iterator[Candidates]:
     """Trace-time state: mode, no caches, no checkpointing, no fused eval paths. Everything is restored on leaving.
 
-    Appends to ``notes`` what was switched off, and to ``checkpoints`` the functions found under checkpointing.
+    Appends to ``notes`` what was switched off, and to ``checkpoints`` the functions found under checkpointing. Yields
+    the modules that may be layers of experts.
     """
     with ExitStack() as stack:
         stack.enter_context(_mode(model, train))
@@ -35,8 +36,7 @@ def prepared(
         stack.enter_context(plain_modes())
         stack.enter_context(_cumulative_norms(model))
         stack.enter_context(_unchecked_distributions())
-        stack.enter_context(single_nodes(model, dense))
-        yield
+        yield stack.enter_context(single_nodes(model, dense))
 
 
 @contextmanager

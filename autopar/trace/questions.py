@@ -9,6 +9,7 @@ seen elsewhere.
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -88,63 +89,59 @@ class Question:
     """One number of a value that Python looked at.
 
     Args:
-        node: the value. at: which of its numbers. order: of every node of its record.
-        seen: the answers.
+        node: the value. at: which of its numbers. behind: what it is computed from, in order, as far as the choices.
+        seen: the answers. world: what they are computed in.
     """
 
     node: fx.Node
     at: int
-    order: dict[fx.Node, int]
+    behind: list[fx.Node]
+    worlds: "Worlds"
     seen: set[Any] = field(default_factory=set)
 
+    @property
+    def explored(self) -> bool:
+        """Whether no other answer could matter."""
+        several = len(self.seen) > 1
+        return several and (all(isinstance(a, bool) for a in self.seen) or self.alike) or self.possible <= self.seen
 
-class Questions:
-    """What Python asked in all records of a layer."""
+    @cached_property
+    def alike(self) -> bool:
+        """Whether the answer stays the same where tokens change places."""
+        return all(UNKNOWN not in pair and len(set(pair)) == 1 for pair in self._draws)
+
+    @cached_property
+    def possible(self) -> set[Any]:
+        """Answers that other choices would have."""
+        count = max(n.meta["choice"].count for n in self.behind if "choice" in n.meta)
+        step = 1 + count * sum(n.meta["number"].numel() for n in self.behind if "number" in n.meta) // EFFORT
+        found = {self._answer((first, 0, False)) for first in range(0, count, step)}
+        return found.union(*self._draws) - {None}
+
+    @cached_property
+    def _draws(self) -> list[tuple[Any, Any]]:
+        return [(self._answer((None, d, False)), self._answer((None, d, True))) for d in range(DRAWS)]
+
+    def _answer(self, key: tuple[int | None, int, bool]) -> Any:
+        """The answer for another choice; None where there is no such number."""
+        value = self.worlds.value(key, self.behind)
+        if value is None or value is UNKNOWN:
+            return value
+        numbers = value.reshape(-1).tolist() if isinstance(value, Tensor) else [value]
+        return numbers[self.at] if self.at < len(numbers) else None
+
+
+class Worlds:
+    """The values of one record's nodes for other choices, each by (``first``, random draw, ``turned``)."""
 
     def __init__(self) -> None:
-        self.known: dict[tuple[str, int], Question] = {}
-        self.worlds: dict[Any, dict[fx.Node, Any]] = {}
+        self.made: dict[Any, dict[fx.Node, Any]] = {}
 
-    def add(
-        self, nodes: list[fx.Node], asked: list[tuple[fx.Node, tuple[Any, ...]]], names: dict[fx.Node, str], about: Any
-    ) -> None:
-        """What was asked in one record.
-
-        Args:
-            names: of values, equal for what is computed alike. about: the choices of experts.
-        Raises Unrecognized for a question about another choice.
-        """
-        order = {n: i for i, n in enumerate(nodes)}
-        allowed = behind(about)
-        for node, answers in asked:
-            sources = [n for n in behind([node], stop=True) if "choice" in n.meta]
-            if any(n not in allowed for n in sources):
-                raise Unrecognized("Python asks for a number that says nothing of the choice of experts")
-            for i, answer in enumerate(answers if sources else ()):
-                question = self.known.setdefault((names[node], i), Question(node, i, order))
-                question.seen.add(answer)
-
-    def open(self) -> list[Question]:
-        """The questions that may have other answers, with which something else may be computed."""
-        return [q for q in self.known.values() if not self._explored(q)]
-
-    def _explored(self, q: Question) -> bool:
-        several, draws = len(q.seen) > 1, range(DRAWS)
-        if several and all(isinstance(a, bool) for a in q.seen):
-            return True
-        pairs = [(self._answer(q, None, d, False), self._answer(q, None, d, True)) for d in draws]
-        if several and all(a == b and a is not UNKNOWN for a, b in pairs):
-            return True
-        nodes = behind([q.node], stop=True)
-        count = max(n.meta["choice"].count for n in nodes if "choice" in n.meta)
-        step = 1 + count * sum(n.meta["number"].numel() for n in nodes if "number" in n.meta) // EFFORT
-        possible = {self._answer(q, first, 0, False) for first in range(0, count, step)}
-        return possible | {a for pair in pairs for a in pair} <= q.seen | {None}
-
-    def _answer(self, q: Question, first: int | None, draw: int, turned: bool) -> Any:
-        """The answer for another choice; None where there is no such number."""
-        world = self.worlds.setdefault((id(q.order), first, draw, turned), {})
-        for node in sorted(behind([q.node], stop=True), key=q.order.__getitem__):
+    def value(self, key: tuple[int | None, int, bool], nodes: list[fx.Node]) -> Any:
+        """The last node's value."""
+        first, draw, turned = key
+        world = self.made.setdefault(key, {})
+        for node in nodes:
             if node in world:
                 continue
             if "choice" in node.meta:
@@ -152,11 +149,40 @@ class Questions:
                 world[node] = node.meta["choice"].like(node.meta["number"], first, turned, random)
             else:
                 world[node] = node.meta["number"] if node.meta["level"] == PLAIN else _computed(node, world)
-        value = world[q.node]
-        if value is None or value is UNKNOWN:
-            return value
-        numbers = value.reshape(-1).tolist() if isinstance(value, Tensor) else [value]
-        return numbers[q.at] if q.at < len(numbers) else None
+        return world[nodes[-1]]
+
+
+class Questions:
+    """What Python asked in all records of a layer."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[str, int], Question] = {}
+
+    def add(
+        self,
+        nodes: list[fx.Node],
+        asked: list[tuple[fx.Node, tuple[Any, ...]]],
+        names: dict[fx.Node, str],
+        about: list[fx.Node],
+    ) -> None:
+        """What was asked in one record.
+
+        Args:
+            names: of values, equal for what is computed alike. about: the choices of experts.
+        Raises Unrecognized for a question about another choice.
+        """
+        order, allowed, worlds = {n: i for i, n in enumerate(nodes)}, behind(about), Worlds()
+        for node, answers in asked:
+            inside = sorted(behind([node], stop=True), key=order.__getitem__)
+            if any("choice" in n.meta and n not in allowed for n in inside):
+                raise Unrecognized("Python asks for a number that says nothing of the choice of experts")
+            for i, answer in enumerate(answers):
+                question = self.known.setdefault((names[node], i), Question(node, i, inside, worlds))
+                question.seen.add(answer)
+
+    def open(self) -> list[Question]:
+        """The questions that may have other answers, with which something else may be computed."""
+        return [q for q in self.known.values() if not q.explored]
 
 
 def _computed(node: fx.Node, world: dict[fx.Node, Any]) -> Any:

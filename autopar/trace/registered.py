@@ -12,7 +12,8 @@ from autopar.ir.grouped import Body
 from autopar.ir.program import Spec
 from autopar.rules.experts import keeps_rows
 from autopar.trace.expert_body import Step, body_of, steps_of
-from autopar.trace.record import Recorder, Unrecognized, aside
+from autopar.trace.record import Unrecognized, aside
+from autopar.trace.witness import Listing, Scores, Witness
 
 Adapter = Callable[..., Any]
 _ADAPTERS: dict[type, Adapter] = {}
@@ -87,15 +88,15 @@ def body_of_function(expert: Callable[..., Tensor], hidden: Tensor, params: tupl
 
 
 def _body(expert: Callable[..., Tensor], x: Spec, params: dict[str, Spec]) -> tuple[Body, int]:
-    seen = Recorder()
+    seen, one = Witness(1, Scores()), frozenset({0})
     rows = torch.empty(x.shape, dtype=x.dtype, device="meta")
     slices = [torch.empty(s.shape[1:], dtype=s.dtype, device="meta") for s in params.values()]
-    inputs = [seen.track(t, f"v{i}") for i, t in enumerate((rows, *slices))]
-    with seen:
+    inputs = [seen.track(t, f"v{i}", one) for i, t in enumerate((rows, *slices))]
+    with Listing(seen), seen:
         out = expert(rows, *slices)
     if not isinstance(out, Tensor) or out.ndim != 2 or len(out) != len(rows) or id(out) not in seen.nodes:
         raise Unrecognized("the result is not a row for each row")
-    steps: tuple[Step, ...] = steps_of(seen, inputs, seen.nodes[id(out)])
+    steps: tuple[Step, ...] = steps_of(seen.graph.nodes, inputs, seen.nodes[id(out)])
     body = body_of(steps, x, params)
     if not keeps_rows(body, x, tuple(params.values())):
         raise Unrecognized("it mixes its rows")

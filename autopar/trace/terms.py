@@ -168,6 +168,13 @@ def selected(node: fx.Node, narrow: bool = True) -> tuple[fx.Node, Tensor]:
     return node, places
 
 
+def whole_of(node: fx.Node) -> str | None:
+    """The name of the input that a value is, element by element; None where it is none."""
+    source, places = selected(node, narrow=False)
+    whole = source.op == "placeholder" and torch.equal(places, numbers_of(tuple(source.meta["val"].shape)).reshape(-1))
+    return source.meta.get("name") if whole else None
+
+
 def selectors(node: fx.Node, source: fx.Node) -> frozenset[fx.Node]:
     """The values by which a chain of selections chooses, from ``source`` to ``node``."""
     found = set[fx.Node]()
@@ -358,8 +365,10 @@ def _index_put(read: Reader, node: fx.Node, count: int) -> Terms | None:
         rows = torch.ops.aten.index.Tensor(numbers_of(shape), numbers)
     except (RuntimeError, IndexError):
         return None
-    if source.meta["val"].shape != (*rows.shape, target.meta["val"].shape[-1]):  # type: ignore[union-attr]
-        return None
+    want = (*rows.shape, target.meta["val"].shape[-1])  # type: ignore[union-attr]
+    given = tuple(source.meta["val"].shape)  # type: ignore[union-attr]
+    if given != want[len(want) - len(given) :] or rows.numel() * want[-1] != torch.Size(given).numel():
+        return None  # but leading dims of 1 are left out by ``x[rows] = y``
     return _into(read, target, rows.reshape(-1), source, add=bool(node.args[3:] and node.args[3]))
 
 

@@ -16,6 +16,7 @@ from autopar.trace.export import Exported, export
 from autopar.trace.fold import fold
 from autopar.trace.gradients import mark_differentiable
 from autopar.trace.normalize import normalize
+from autopar.trace.places import also
 from autopar.trace.simplify import simplify
 from autopar.trace.structure import Structure
 
@@ -70,7 +71,10 @@ def trace(
 
 def finish(exported: Exported, mesh: Mesh, inputs: tuple[Input, ...], rows: tuple[int, ...]) -> Traced:
     """From the exported graph to the folded program."""
-    graph = normalize(exported)
+    try:
+        graph = normalize(exported)
+    except AutoparError as error:
+        raise also(error, exported.unseen) from error
     params = dict(exported.params)
     for node in graph.find_nodes(op="placeholder"):
         if "input" in node.meta:

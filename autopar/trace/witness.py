@@ -29,7 +29,7 @@ GIVEN = {aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default:
 ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 UNSET = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)
 VIEWS = {aten.select.int: aten.select_scatter.default, aten.slice.Tensor: aten.slice_scatter.default}
-FAVOUR = (8.0, 6.0)  # what the experts that a token shall choose score above the others
+FAVOUR = (8.0, 6.0)  # what the experts score that a token shall choose; others score less
 STEP = 4.0  # by how much an expert scores above the next one where all tokens rank them alike
 COUNTED = {aten.index.Tensor: 1, aten.masked_select.default: 1}  # which argument says how large the result is; else 0
 
@@ -195,13 +195,13 @@ class Witness(TorchDispatchMode):
     def scores(self, like: Tensor) -> Tensor:
         """Numbers for scores [..., experts]."""
         rows = like.numel() // self.experts
-        out = torch.randn(rows, self.experts, generator=self.random)
+        out = torch.randn(rows, self.experts, generator=self.random).clamp(max=FAVOUR[-1] - 1)
         if self.like.kind == "alike":
             out = out * 0.01 + self._ranks(self.like.first)
         else:
             start = torch.arange(rows) + self.like.first
             for i, more in enumerate(FAVOUR[: self.experts]):
-                out[torch.arange(rows), (start + i) % self.experts] += more
+                out[torch.arange(rows), (start + i) % self.experts] = more
         return out.to(like.dtype).view(like.shape)
 
     def _ranks(self, first: int) -> Tensor:

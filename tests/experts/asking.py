@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from tests.experts.lists import Hit, Where
+from tests.experts.lists import Expert, Hit, Where
 from tests.experts.models import EXPERTS, WIDTH
 
 
@@ -226,6 +226,22 @@ class Everyone(Any):
 
     def __init__(self) -> None:
         super().__init__(k=EXPERTS)
+
+
+class Broken(Where):
+    """Divides by the number of tokens that an expert does not have."""
+
+    def dispatch(self, t: Tensor, w: Tensor, i: Tensor) -> Tensor:
+        return super().dispatch(t, w, i) * (1 / int((i == EXPERTS).sum()))
+
+
+class Many(Hit):
+    """Many experts, one of which is chosen."""
+
+    def __init__(self) -> None:
+        super().__init__(k=1)
+        self.router = nn.Linear(WIDTH, 12)
+        self.experts = nn.ModuleList([Expert() for _ in range(12)])
 
 
 class Counting(Where):

@@ -4,11 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from autopar.errors import AutoparError
 from autopar.ir.evaluate import evaluate
+from autopar.ir.mesh import Mesh
+from autopar.trace import trace
+from autopar.trace.routed import Layer
 from tests.experts import asking
-from tests.experts.models import states
+from tests.experts.lists import Hit
+from tests.experts.models import WIDTH, states
 from tests.experts.test_lists import nodes, traced
 
 MORE = [
@@ -25,6 +30,39 @@ def test_what_follows_from_more_than_the_choice_of_experts_is_refused(kind: Any)
         traced(kind().eval())
     assert caught.value.slug == "data-dependent-control-flow"
     assert "asking.py:" in str(caught.value) or "lists.py:" in str(caught.value)
+
+
+WHY = [
+    (asking.Temperature, "the model / Temperature.forward: asking.py:", "more than which experts are chosen"),
+    (asking.Threshold, "the model / Threshold.dispatch: asking.py:", "how many rows there are"),
+    (asking.Broken, "the model / Broken.dispatch: asking.py:", "it raises ZeroDivisionError"),
+    (asking.Forgotten, "", "what is computed depends on which experts are chosen"),
+]
+
+
+@pytest.mark.parametrize(("kind", "where", "why"), WHY, ids=lambda x: getattr(x, "__name__", None))
+def test_a_refusal_says_why_no_experts_were_recognized(kind: Any, where: str, why: str) -> None:
+    with pytest.raises(AutoparError) as caught:
+        traced(nn.Sequential(kind()).eval())
+    assert caught.value.slug == "data-dependent-control-flow"
+    said = caught.value.message.partition("; no experts were recognized in 0: ")[2]
+    assert said.startswith(where) and why in said, caught.value
+
+
+def test_faults_of_the_analysis_are_not_taken_for_the_layer_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise KeyError("a fault")
+
+    monkeypatch.setattr(Layer, "understand", fails)
+    with pytest.raises(AutoparError, match="KeyError"):
+        traced(Hit().eval())
+
+
+def test_all_experts_are_seen_however_few_tokens() -> None:
+    model = asking.Many().eval()
+    x = torch.randn(1, 1, WIDTH)
+    made = trace(model, (x,), {}, mesh=Mesh.parse("dp=1"), train=False)
+    assert len(nodes(made)) == 1
 
 
 @pytest.mark.parametrize("kind", KNOWN, ids=lambda k: k.__name__)

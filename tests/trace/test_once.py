@@ -73,6 +73,33 @@ def test_numbers_that_are_read_keep_layers_apart() -> None:
     assert len(traced(DEEP["gpt2"](), True).program.blocks) == 1
 
 
+class Turn(nn.Linear):
+    """A layer."""
+
+
+class Tabled(nn.Module):
+    """As many layers as labels, which could be a list of experts beside a router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Turn(8, 8) for _ in range(12))
+        self.head = nn.Linear(8, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(x)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside"])
+def test_layers_that_are_no_experts_run_once(inside: bool) -> None:
+    model = nn.Sequential(Tabled(), nn.Tanh()) if inside else Tabled()
+    case = (model, (torch.randn(4, 8),), {}, squares)
+    _, ran = calls_counted(case, "0.layers" if inside else "layers")
+    assert len(ran) == 12 + 2, ran  # all to see whether they are experts; the first in place, and one by itself
+    assert text(traced(case, True).program) == text(traced(case, False).program)
+
+
 class Odd(nn.Module):
     """A model that treats layers by index, in ways that a trace of a few layers would miss."""
 
