@@ -25,7 +25,8 @@ VIEWS = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.default,
     aten.squeeze.dim, aten.squeeze.dims, aten.flatten.using_ints,
 }  # fmt: skip
-SAME = {aten._to_copy.default, aten.to.dtype, aten.clone.default, aten.alias.default, aten.lift_fresh.default}
+CASTS = (aten._to_copy.default, aten.to.dtype)
+COPIES = (aten.clone.default, aten.alias.default, aten.lift_fresh.default)
 PARTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.chunk.default}
 DYNAMIC = {
     aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.unique_dim.default,
@@ -137,11 +138,19 @@ def moved(node: fx.Node, numbers: Tensor, narrow: bool) -> Tensor | None:
     return out if out.shape == want else None
 
 
+def same(node: fx.Node) -> bool:
+    """Whether a value's numbers are those of what it is made of: copied, or cast among floats or among integers."""
+    if node.target in CASTS:
+        old, new = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # type: ignore[union-attr]
+        return old.is_floating_point == new.is_floating_point and (old == torch.bool) == (new == torch.bool)
+    return node.target in COPIES
+
+
 def selected(node: fx.Node, narrow: bool = True) -> tuple[fx.Node, Tensor]:
     """What a chain of selections starts from, and the number of its row (or element) at each of the node's."""
     steps = []
     while True:
-        if node.target in SAME:
+        if same(node):
             node = node.args[0]  # type: ignore[assignment]
             continue
         maker: Any = node.args[0] if node.target is operator.getitem else None
@@ -234,7 +243,7 @@ def raw(terms: Terms | None, node: fx.Node) -> bool:
 
 
 def _same(read: Reader, node: fx.Node, count: int) -> Terms | None:
-    return read.terms(node.args[0])  # type: ignore[arg-type]
+    return read.terms(node.args[0]) if same(node) else None  # type: ignore[arg-type]
 
 
 def _select(read: Reader, node: fx.Node, count: int) -> Terms | None:
@@ -382,7 +391,7 @@ def _into(read: Reader, target: Any, rows: Tensor, source: Any, add: bool) -> Te
 ADDING = {aten.index_add.default, aten.index_put.default, aten.scatter_add.default, aten.cat.default}
 RULES: dict[Any, Any] = {
     **dict.fromkeys(SELECTIONS, _select),
-    **dict.fromkeys(SAME, _same),
+    **dict.fromkeys((*CASTS, *COPIES), _same),
     **dict.fromkeys((aten.cat.default, aten.stack.default), _join),
     aten.add.Tensor: _add,
     aten.mul.Tensor: _weigh,

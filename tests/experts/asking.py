@@ -228,6 +228,28 @@ class Everyone(Any):
         super().__init__(k=EXPERTS)
 
 
+class Whole(Where):
+    """Weights are whole numbers."""
+
+    def route(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        best = (8 * self.router(t)).topk(self.k, -1)
+        return best.values, best.indices
+
+    def dispatch(self, t: Tensor, w: Tensor, i: Tensor) -> Tensor:
+        out = torch.zeros_like(t)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(i == e)
+            out.index_add_(0, token, expert(t[token]) * w[token, slot, None].long())
+        return out
+
+
+class WholeAtOnce(Whole):
+    """The same, before they are taken apart."""
+
+    def dispatch(self, t: Tensor, w: Tensor, i: Tensor) -> Tensor:
+        return Where.dispatch(self, t, w.long(), i)
+
+
 class Broken(Where):
     """Divides by the number of tokens that an expert does not have."""
 

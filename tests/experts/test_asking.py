@@ -21,7 +21,10 @@ MORE = [
     asking.Sure, asking.Auxiliary, asking.Early, asking.Threshold, asking.Lucky,
 ]  # fmt: skip
 ANSWERS = [asking.FirstToken, asking.FirstNumber, asking.Crowded, asking.Forgotten, asking.Another]
-KNOWN = [asking.Any, asking.Unique, asking.Greater, asking.ByToken, asking.Everyone, asking.Biased]
+KNOWN = [
+    asking.Any, asking.Unique, asking.Greater, asking.ByToken, asking.Everyone, asking.Biased,
+    asking.WholeAtOnce,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [*MORE, *ANSWERS], ids=lambda k: k.__name__)
@@ -63,6 +66,12 @@ def test_all_experts_are_seen_however_few_tokens() -> None:
     x = torch.randn(1, 1, WIDTH)
     made = trace(model, (x,), {}, mesh=Mesh.parse("dp=1"), train=False)
     assert len(nodes(made)) == 1
+
+
+def test_weights_made_whole_are_not_taken_for_those_they_are_made_of() -> None:
+    with pytest.raises(AutoparError) as caught:
+        traced(asking.Whole().eval())
+    assert caught.value.slug == "data-dependent-control-flow"
 
 
 @pytest.mark.parametrize("kind", KNOWN, ids=lambda k: k.__name__)
