@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.errors import AutoparError
 from autopar.ir.grouped import Body
 from autopar.ir.program import Spec
 from autopar.trace.builder import Builder
@@ -49,7 +50,10 @@ def body_of(steps: Iterable[Step], x: Spec, params: Mapping[str, Spec]) -> Body:
     whole = len(values)
     for target, args, kwargs in steps:
         given = [_thawed(a, values) for a in args]
-        values.append(build.apply(target, *given, **{k: _thawed(v, values) for k, v in kwargs}))
+        try:
+            values.append(build.apply(target, *given, **{k: _thawed(v, values) for k, v in kwargs}))
+        except (AutoparError, RuntimeError, ValueError, IndexError, TypeError) as error:
+            raise Unrecognized(f"{target} of an expert cannot be said of other rows: {error}") from error
     return _Writer(values[:whole]).write(values[-1])
 
 

@@ -106,7 +106,7 @@ class Layer:
             if node in self.needed:
                 continue
             self.needed.add(node)
-            found = self._routed(node) if node.meta["expert"] and node.meta["val"].ndim > 1 else None
+            found = self._routed(node) if node.meta["expert"] else None
             if found is not None:
                 self.routed[node] = found
                 todo += found.reads
@@ -127,7 +127,7 @@ class Layer:
 
     def _routed(self, node: fx.Node) -> Routed | None:
         terms = self.read.terms(node)
-        if terms is None or not terms.segments:
+        if terms is None or not terms.segments or node.meta["val"].ndim < 2:
             return None
         chains = {s.source: self._chain(s.source) for s in terms.segments}
         if any(c is None for c in chains.values()):

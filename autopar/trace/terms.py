@@ -218,7 +218,7 @@ class Reader:
         return self.known[node]
 
     def _read(self, node: fx.Node) -> Terms | None:
-        if node.meta["val"].ndim < 1:
+        if not isinstance(node.meta["val"], Tensor) or node.meta["val"].ndim < 1:
             return None
         count = int(torch.Size(leading(node)).numel())
         if node.target in ZEROS or node.target in UNSET:
