@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import _symbolic_trace
 
 Attribute = tuple[str, str]  # path of the module in the element, name
 SINGLE = "_autopar_single"  # attribute of classes whose modules are traced whole, lists in them included
@@ -96,11 +97,17 @@ def numbers(element: nn.Module) -> dict[Attribute, Any]:
     }
 
 
+def lookup() -> Any:
+    """How attributes that are in no ``__dict__`` are looked up aside from a trace; each recording has its own way."""
+    return _symbolic_trace._orig_module_getattr
+
+
 @contextmanager
 def recording(element: nn.Module, watched: set[Attribute]) -> Iterator[set[Attribute]]:
     """Yields the set of those ``watched`` attributes that are looked at while the context lasts.
 
-    The attributes are taken out of the modules, so that looking one up ends in ``nn.Module.__getattr__``.
+    The attributes are taken out of the modules, so that looking one up ends in ``nn.Module.__getattr__``, which calls
+    what torch.fx takes for the ordinary one while it traces.
     """
     read: set[Attribute] = set()
     hidden: dict[tuple[int, str], tuple[Attribute, Any]] = {}
@@ -115,11 +122,11 @@ def recording(element: nn.Module, watched: set[Attribute]) -> Iterator[set[Attri
         return entry[1]
 
     try:
-        nn.Module.__getattr__ = getattr_  # type: ignore[method-assign]
+        nn.Module.__getattr__ = _symbolic_trace._orig_module_getattr = getattr_  # type: ignore[method-assign]
         for path, name in watched:
             hidden[id(modules[path]), name] = ((path, name), modules[path].__dict__.pop(name))
         yield read
     finally:
-        nn.Module.__getattr__ = ordinary  # type: ignore[method-assign]
+        nn.Module.__getattr__ = _symbolic_trace._orig_module_getattr = ordinary  # type: ignore[method-assign]
         for (path, name), value in hidden.values():
             modules[path].__dict__[name] = value

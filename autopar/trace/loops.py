@@ -7,6 +7,7 @@ for the experts, and what it does with their result. Names of parameters stay as
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autopar.ir.program import Spec
 from autopar.trace import places
-from autopar.trace.layers import SINGLE, kind_of, numbers
+from autopar.trace.layers import SINGLE, kind_of, lookup, numbers
 from autopar.trace.questions import Choice, Questions, behind
 from autopar.trace.record import Unrecognized, aside
 from autopar.trace.routed import Layer, Routed, digests
@@ -288,12 +289,13 @@ def replay(record: Record, module: Any, args: Any, kwargs: Any) -> Any:
     env: dict[fx.Node, Any] = {}
     for node in record.layer.nodes:
         if node in record.layer.needed:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and node.meta["grad"]):
+            plain = node.meta["grad"] or not torch.is_grad_enabled()  # export cuts its graph at each switch
+            with nullcontext() if plain else torch.no_grad():
                 env[node] = _value(record, module, node, env, flat, device)
     made = iter([env[n] for n in record.nodes])
     leaves = [next(made) if p is TENSOR else p for p in record.plain]
-    with torch.no_grad():
-        for name in record.buffers:
+    for name in record.buffers:
+        with torch.no_grad():
             _attribute(module, name).copy_(next(made))
     for path, name in record.attributes:
         setattr(module.get_submodule(path), name, next(made))
@@ -385,7 +387,8 @@ def _look_up(known: dict[Any, Record | str], module: Any, kind: type, args: Any,
     assert found is not None
     flat, spec = tree_flatten((args, kwargs))
     looks = tuple((tuple(map(int, x.shape)), x.dtype) if isinstance(x, Tensor) else repr(x) for x in flat)
-    key = (kind, kind_of(module), tuple(numbers(module).items()), str(spec), looks, torch.is_grad_enabled())
+    same = (kind, kind_of(module), tuple(numbers(module).items()), lookup())
+    key = (*same, str(spec), looks, torch.is_grad_enabled())
     if key not in known:
         known[key] = understood(module, kind, found, args, kwargs)
     return known[key]

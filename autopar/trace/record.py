@@ -2,31 +2,27 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
+
+from autopar.trace.layers import lookup
 
 
 class Unrecognized(Exception):
     """The module is no layer of experts that can be written as one op."""
 
 
-OWN = {name: getattr(nn.Module, name) for name in ("__call__", "__getattr__")}
+CALL = nn.Module.__call__
 
 
 @contextmanager
 def aside() -> Iterator[None]:
     """While the context lasts, modules run outside of the trace that is under way, which learns nothing of it."""
-    traced = {name: getattr(nn.Module, name) for name in OWN}
+    traced = nn.Module.__call__, nn.Module.__getattr__
     try:
-        _set(OWN)
+        nn.Module.__call__, nn.Module.__getattr__ = CALL, lookup()  # type: ignore[method-assign]
         with _disable_current_modes():
             yield
     finally:
-        _set(traced)
-
-
-def _set(methods: dict[str, Any]) -> None:
-    for name, method in methods.items():
-        setattr(nn.Module, name, method)
+        nn.Module.__call__, nn.Module.__getattr__ = traced  # type: ignore[method-assign]

@@ -343,15 +343,7 @@ def _index_add(read: Reader, node: fx.Node, count: int) -> Terms | None:
     rows = index.meta.get("number")  # type: ignore[union-attr]
     if node.kwargs or rows is None or dim != 0 or target.meta["val"].ndim != 2:  # type: ignore[union-attr]
         return None
-    return _into(read, target, rows, source, add=True)
-
-
-def _index_copy(read: Reader, node: fx.Node, count: int) -> Terms | None:
-    target, dim, index, source = node.args[:4]
-    rows = index.meta.get("number")  # type: ignore[union-attr]
-    if rows is None or dim != 0 or target.meta["val"].ndim != 2:  # type: ignore[union-attr]
-        return None
-    return _into(read, target, rows, source, add=False)
+    return _into(read, target, rows, source, node.target is aten.index_add.default)
 
 
 def _scatter(read: Reader, node: fx.Node, count: int) -> Terms | None:
@@ -398,7 +390,7 @@ RULES: dict[Any, Any] = {
     aten.sum.dim_IntList: _sum,
     aten.bmm.default: _mix,
     aten.index_add.default: _index_add,
-    aten.index_copy.default: _index_copy,
+    aten.index_copy.default: _index_add,
     aten.scatter_add.default: _scatter,
     aten.scatter.src: _scatter,
     aten.index_put.default: _index_put,

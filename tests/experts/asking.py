@@ -221,6 +221,31 @@ class ByToken(Where):
         return torch.cat(rows)
 
 
+class Clipped(Where):
+    """Small weights are 0, chosen by a tensor."""
+
+    def dispatch(self, t: Tensor, w: Tensor, i: Tensor) -> Tensor:
+        return super().dispatch(t, torch.where(w > 0.4, w, 0.0), i)
+
+
+class Step(Where):
+    """A layer that reads a number of its own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x) / (1 + self.number)
+
+
+class Numbered(nn.Sequential):
+    """Layers whose numbers differ."""
+
+    def __init__(self) -> None:
+        super().__init__(*map(Step, range(4)))
+
+
 class Everyone(Any):
     """Every token chooses all experts."""
 

@@ -23,7 +23,7 @@ MORE = [
 ANSWERS = [asking.FirstToken, asking.FirstNumber, asking.Crowded, asking.Forgotten, asking.Another]
 KNOWN = [
     asking.Any, asking.Unique, asking.Greater, asking.ByToken, asking.Everyone, asking.Biased,
-    asking.WholeAtOnce,
+    asking.WholeAtOnce, asking.Clipped,
 ]  # fmt: skip
 
 
@@ -66,6 +66,16 @@ def test_all_experts_are_seen_however_few_tokens() -> None:
     x = torch.randn(1, 1, WIDTH)
     made = trace(model, (x,), {}, mesh=Mesh.parse("dp=1"), train=False)
     assert len(nodes(made)) == 1
+
+
+def test_layers_that_read_numbers_of_their_own_are_understood_one_by_one() -> None:
+    model = asking.Numbered().eval()
+    made = traced(model)
+    assert len(nodes(made)) == 4
+    values = {**dict(model.named_parameters()), **made.constants}
+    with torch.no_grad():
+        got, want = evaluate(made.program, values, [states()])[0], model(states())
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_weights_made_whole_are_not_taken_for_those_they_are_made_of() -> None:

@@ -73,6 +73,23 @@ def test_numbers_that_are_read_keep_layers_apart() -> None:
     assert len(traced(DEEP["gpt2"](), True).program.blocks) == 1
 
 
+class Part(nn.Linear):
+    """A layer that reads its number, which is another one in each."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(8, 8)
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / (1 + self.number)
+
+
+def test_layers_that_read_their_numbers_are_traced_by_themselves_once() -> None:
+    case = (nn.Sequential(*map(Part, range(4))), (torch.randn(4, 8),), {}, squares)
+    made, ran = calls_counted(case, "")
+    assert len(ran) == 4 and len(made.program.blocks) == 4, ran
+
+
 class Turn(nn.Linear):
     """A layer."""
 
