@@ -324,7 +324,17 @@ def normalized(node: fx.Node) -> Labels:
 
 
 def gather(node: fx.Node) -> Labels:
-    """gather, scatter: along ``dim`` blocked; the other dims must agree in all operands."""
+    """One element of ``dim`` for each index: where that is sharded, each rank gives those that it has, others a zero."""
+    (x, index), dim = input_shapes(node), normal_dims(arguments(node)["dim"], len(input_shapes(node)[0]))[0]
+    names, chosen = numbered(len(x)), numbered(len(x))
+    chosen[dim] = "chosen"
+    bad = {f"d{i}" for i in range(len(x)) if i != dim and x[i] != index[i]}
+    bad |= set() if node.meta["spec"].is_float else {f"d{dim}"}
+    return Labels((tuple(names), tuple(chosen)), (tuple(chosen),), frozenset(bad), linear=(frozenset({0}),))
+
+
+def scatter(node: fx.Node) -> Labels:
+    """scatter: along ``dim`` blocked; the other dims must agree in all operands."""
     ins, out = input_shapes(node), output_shapes(node)[0]
     rank = len(ins[0])
     dim = normal_dims(arguments(node)["dim"], rank)[0]

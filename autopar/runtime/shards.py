@@ -37,3 +37,16 @@ def owned_stack(count: int, *params: Tensor) -> Tensor:
     """
     out: Tensor = _Stacked.apply(count, *params)
     return out
+
+
+def gathered(x: Tensor, dim: int, index: Tensor, runs: tuple[tuple[int, int], ...]) -> Tensor:
+    """This shard's term of ``x.gather(dim, index)``: zero where another rank has the element.
+
+    Args:
+        index: of the whole dim. runs: (first index, length) of what this rank holds of it, in local order.
+    """
+    place, mine, at = torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool), 0
+    for start, length in runs:
+        inside = (index >= start) & (index < start + length)
+        place, mine, at = torch.where(inside, index - start + at, place), mine | inside, at + length
+    return x.gather(dim, place).masked_fill(~mine, 0.0)
