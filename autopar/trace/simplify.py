@@ -8,19 +8,26 @@ from torch import fx
 from autopar.ir import edit
 from autopar.ir.program import Spec
 from autopar.trace.builder import element_of
+from autopar.trace.mask_parts import take_masks_apart
 from autopar.trace.recognize import recognize_masks
 from autopar.trace.recognize_attention import recognize_attention
 
 aten = torch.ops.aten
 
 
-def simplify(graph: fx.Graph) -> None:
-    """All rewrites, in order. Needs ``meta["diff"]``; nodes that it adds have none."""
+def simplify(graph: fx.Graph, apart: bool = False) -> None:
+    """All rewrites, in order. Needs ``meta["diff"]``; nodes that it adds have none.
+
+    Args:
+        apart: say of masks what they are made of, for attention that is computed in tiles.
+    """
     drop_idle_detach(graph)
     edit.merge_equal(graph, scope=lambda n: n.meta.get("call"))
     slices_to_split(graph)
     recognize_attention(graph)
     recognize_masks(graph)
+    if apart:
+        take_masks_apart(graph)
     edit.drop_dead(graph)
 
 
