@@ -212,8 +212,8 @@ class _Space:
         if not inside:
             where = node.meta.get("module") or "attention"
             why = f"{where}: its positions are shared out over another axis already, and {self.axis} asks for them too"
-            fix = "leave sequence_parallel off together with context parallelism; where the inputs have the sequence first"
-            raise AutoparError("sequence-taken", why, f"{fix}, say so: batch_dims={{name: 1}}")
+            fix = "leave sequence_parallel off; where the inputs have the sequence first, say so: batch_dims={name: 1}"
+            raise AutoparError("sequence-taken", why, fix)
         return inside
 
     def _types(self, v: int) -> list[Type]:

@@ -22,7 +22,8 @@ class Masks:
     @property
     def several(self) -> bool:
         """Whether one mask or ``is_causal`` alone does not say it."""
-        return not (self.bias is None and self.band is None and self.query_ids is None)
+        both = self.is_causal and self.mask is not None
+        return both or not (self.bias is None and self.band is None and self.query_ids is None)
 
     def hide(self, scores: Tensor) -> Tensor:
         """The masked scores."""
@@ -33,7 +34,7 @@ class Masks:
         elif self.mask is not None:
             fill = -math.inf if self.fill is None else within(self.fill, scores.dtype)
             scores = scores.masked_fill(~self.mask, fill)
-        seen = self.by_place(*scores.shape[-2:], scores.device)
+        seen = self.by_place(scores.shape[-2], scores.shape[-1], scores.device)
         return scores if seen is None else scores.masked_fill(~seen, -math.inf)
 
     def by_place(self, queries: int, keys: int, device: torch.device) -> Tensor | None:

@@ -114,7 +114,8 @@ def cut(node: fx.Node) -> Cut | Labels:
     if known["step"] != 1:
         return others
     dim = normal_dims(known["dim"], len(source))[0]
-    start = min(max(known["start"] or 0, 0), source[dim])
+    start = known["start"] or 0
+    start = min(max(start + source[dim] if start < 0 else start, 0), source[dim])
     return Cut(start, start + target[dim], dim, others)
 
 
@@ -324,7 +325,7 @@ def normalized(node: fx.Node) -> Labels:
 
 
 def gather(node: fx.Node) -> Labels:
-    """One element of ``dim`` for each index: where that is sharded, each rank gives those that it has, others a zero."""
+    """One element of ``dim`` for each index: where that is sharded, a rank gives those that it has, others a zero."""
     (x, index), dim = input_shapes(node), normal_dims(arguments(node)["dim"], len(input_shapes(node)[0]))[0]
     names, chosen = numbered(len(x)), numbered(len(x))
     chosen[dim] = "chosen"

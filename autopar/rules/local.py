@@ -221,7 +221,8 @@ def _attention(node: fx.Node, place: Place) -> None:
     known = arguments(node)
     rest = tuple(known[n] for n in MASKS)
     if not known["dropout"]:
-        if known["band"] is not None or known["query_ids"] is not None:
+        both = known["is_causal"] and known["mask"] is not None
+        if both or known["band"] is not None or known["query_ids"] is not None:
             node.target, node.kwargs = whole_attention, {}
             node.args = tuple(known[n] for n in ("q", "k", "v", "mask", "is_causal", "scale", "fill", *MASKS))
         return
@@ -330,7 +331,7 @@ def _gather(node: fx.Node, place: Place) -> None:
         return
     runs = runs_of(place.inputs[0], dim, shape[dim], place.mesh, place.at)
     node.target, node.kwargs = shards.gathered, {}
-    node.args = (known["self"], dim, known["index"], runs)
+    node.args = (known["self"], dim, known["index"], runs, shape[dim])
 
 
 def _slice(node: fx.Node, place: Place) -> None:
@@ -341,6 +342,7 @@ def _slice(node: fx.Node, place: Place) -> None:
         return
     runs = runs_of(place.inputs[0], dim, shape[dim], place.mesh, place.at)
     first = known["start"] or 0
+    first = max(0, first + shape[dim]) if first < 0 else first
     start = sum(max(0, min(first - s, n)) for s, n in runs)
     length = place.shape(node.meta["spec"], place.outputs[0])[dim]
     with_arguments(node, dim=dim, start=start, end=start + length)

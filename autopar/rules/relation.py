@@ -152,7 +152,7 @@ class Reshape:
 
 @dataclass(frozen=True)
 class Cut:
-    """A slice ``start`` to ``end`` of one dim: every run of a shard loses what lies outside, and no rank may be left without any.
+    """A slice ``start`` to ``end`` of one dim: every run of a shard loses what lies outside, and every rank keeps some.
 
     The other dims pass; so does a sum.
     """

@@ -81,7 +81,8 @@ def ring_attention(
     """
     by_sum = _kernel_adds(q, v, mask, fill, cap)
     if mask is not None and mask.dtype != torch.bool:
-        mask, bias = None, mask if bias is None else mask + bias
+        bias = mask if bias is None else mask + bias
+        mask = None
     lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     shape = (*lead, *q.shape[-3:-1], v.shape[-1])
     mask, bias, sink = (None if x is None else _four(x, lead) for x in (mask, bias, sink))

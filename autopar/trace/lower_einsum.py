@@ -1,4 +1,4 @@
-"""Sums of products of two tensors with heads, as ``matmul`` whose batch dims stay apart: attention is written so, too."""
+"""Sums of products of two tensors with heads, as ``matmul`` whose batch dims stay apart: so attention is written."""
 
 import re
 from typing import Any

@@ -129,7 +129,7 @@ def index_(b: Builder, x: fx.Node, indices: list[Any]) -> fx.Node:
     """Indexing by iotas is a view: each indexed dim is cut and moved to where its iota varies."""
     read = _iotas(x, indices)
     if read is None:
-        picked = _picked(b, x, [i for i in indices if i is not None]) if indices[0] is not None else None
+        picked = None if any(i is None for i in indices) else _picked(b, x, indices)
         return b.emit(aten.index.Tensor, x, list(indices)) if picked is None else picked
     first, taken = read
     wide = broadcast(*(shape(i) for i in indices if i is not None))
@@ -156,7 +156,9 @@ def _picked(b: Builder, x: fx.Node, indices: list[fx.Node]) -> fx.Node | None:
         if line is None or line.const or line.terms != ((d - len(wide), 1),) or wide[d] != size[d]:
             return None
     at, rest = len(rows), size[len(indices) :]
-    place = b.apply(aten.remainder.Scalar, b.expand(index, wide), size[at])  # a negative one counts from the end
+    index = b.expand(index, wide)
+    negative = b.emit(aten.lt.Scalar, index, 0)  # counts from the end; what is no index at all stays none
+    place = b.emit(aten.where.self, negative, b.emit(aten.add.Tensor, index, size[at]), index)
     place = b.expand(b.reshape(place, (*wide, 1, *(1 for _ in rest))), (*wide, 1, *rest))
     return b.reshape(gather(b, x, at, place), (*wide, *rest))
 

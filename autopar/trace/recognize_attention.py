@@ -33,7 +33,8 @@ def recognize_attention(graph: fx.Graph) -> None:
 
 def _tail_of(softmax: fx.Node, found: Written) -> tuple[fx.Node, float, int] | None:
     """The product with the values, and the dropout before it."""
-    p, key, node, last = 0.0, 0, _sole_reader(softmax), softmax
+    p, key, last = 0.0, 0, softmax
+    node = _sole_reader(softmax)
     if softmax.args[1] != len(shape_of(softmax)) - 1:
         return None
     cut = found.sink is not None
@@ -50,7 +51,8 @@ def _tail_of(softmax: fx.Node, found: Written) -> tuple[fx.Node, float, int] | N
             if p:
                 return None
             p, key = node.args[1], node.args[2]  # type: ignore[assignment]
-        node, last = _sole_reader(node), node
+        last = node
+        node = _sole_reader(node)
     if node is None or cut or node.target not in PRODUCTS or node.args[0] is not last or node.args[1] is last:
         return None
     return node, p, key
@@ -66,9 +68,10 @@ def _passes(node: fx.Node, softmax: fx.Node, last: fx.Node) -> bool:
 
 
 def _leaves_sink(node: fx.Node, found: Written) -> bool:
-    size, known = shape_of(node.args[0]), node.args  # type: ignore[arg-type]
+    known: Any = node.args
+    size = shape_of(known[0])
     wanted = (1, size[-1]) if found.sink_first else (0, size[-1] - 1)
-    return known[1] == len(size) - 1 and tuple(known[2:4]) == wanted and len(known) == 4
+    return bool(known[1] == len(size) - 1 and known[2:] == wanted)
 
 
 def _sole_reader(node: fx.Node) -> fx.Node | None:

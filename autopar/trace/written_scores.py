@@ -66,7 +66,7 @@ def scores_of(softmax: fx.Node) -> Written | None:
             return None
         readers = 1
         steps.append((node, back))
-        node = node.args[back]  # type: ignore[assignment]
+        node = node.args[back]
     if not isinstance(node, fx.Node) or len(node.users) != readers or node.args[0] is node.args[1]:
         return None
     found = Written(node, sink=sink, sink_first=first, size=shape_of(start))
@@ -184,7 +184,7 @@ def _scale(found: Written, node: fx.Node, other: Any) -> bool:
         if not ok or shape_of(other)[-1:] != (1,) or shape_of(node) != shape_of(found.product):
             return False
         found.by.append((other, divides))
-        return other.meta["spec"].dtype == found.product.meta["spec"].dtype  # type: ignore[no-any-return]
+        return other.meta["spec"].dtype == found.product.meta["spec"].dtype
     by = 1.0 / by if divides and by else by
     if found.bounded and found.cap is not None:
         return False

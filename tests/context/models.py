@@ -98,6 +98,30 @@ class Written(Heads):
         return x + self.join(scores.softmax(-1) @ v)
 
 
+class Sink(Heads):
+    """A learned score of every head beside those of keys."""
+
+    def __init__(self, groups: int = HEADS) -> None:
+        super().__init__(HEADS, groups)
+        self.sink = nn.Parameter(torch.linspace(-1.0, 2.0, HEADS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        k, v = (y.repeat_interleave(HEADS // self.groups, 1) for y in (k, v))
+        scores = q @ k.transpose(-1, -2)
+        scores = scores + torch.full_like(scores, float("-inf")).triu(1)
+        sink = self.sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        return x + self.join(torch.cat([scores, sink], -1).softmax(-1)[..., :-1] @ v)
+
+
+class Columns(Heads):
+    """The softmax runs over queries."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        return self.join((q @ k.transpose(-1, -2)).softmax(-2) @ v)
+
+
 class Cross(nn.Module):
     """Self-attention, then attention to a memory of another length."""
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cli.models import load
-from tests.context.models import Attend, Biased, Cross, Documents, Pooled, Written, rows
+from tests.context.models import Attend, Biased, Cross, Documents, Pooled, Sink, Written, rows
 
 
 def squares(out: Tensor) -> Tensor:
@@ -38,6 +38,9 @@ CASES: list[tuple[str, Any, tuple[Any, ...], str, tuple[str, ...]]] = [
     ("where", Written, (rows(), keep()), "cp=2", BOTH),
     ("filled", lambda: Written("fill", -1e4), (rows(), keep()), "cp=2", ("ring",)),
     ("added", lambda: Written("add"), (rows(), keep()), "cp=2", ("ring",)),
+    ("capped", lambda: Written(cap=2.0), (rows(), keep()), "cp=2", BOTH),
+    ("sink", Sink, (rows(),), "cp=4", (*BOTH, "ring:2+ulysses:2")),
+    ("grouped-sink", lambda: Sink(2), (rows(13),), "cp=2", BOTH),
 ]
 
 
