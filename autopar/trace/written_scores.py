@@ -5,6 +5,7 @@ say: scale, cap, bias, one mask that hides, a causal mask after it, and a score 
 """
 
 import math
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from autopar.trace.recognize import seen_kind
 aten = torch.ops.aten
 PRODUCTS = (aten.matmul.default, aten.bmm.default)
 WIDENING = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
+MAXIMA = (aten.amax.default, aten.max.dim)
 LINEAR = (aten.add.Tensor, aten.sub.Tensor)
 SCALING = (aten.mul.Tensor, aten.div.Tensor)
 UNARY = (aten.tanh.default, aten._to_copy.default, aten.reshape.default, aten.masked_fill.Scalar)
@@ -77,16 +79,23 @@ def scores_of(softmax: fx.Node) -> Written | None:
 
 
 def _unshifted(node: Any) -> Any:
-    """Without a maximum that was subtracted: the softmax is the same, and no gradient depends on it."""
+    """Without a maximum that was subtracted: the softmax is the same, and what flows back through it adds up to 0."""
     if not isinstance(node, fx.Node) or node.target is not aten.sub.Tensor or node.kwargs:
         return node
     x, top = node.args
-    while isinstance(top, fx.Node) and top.target is aten.detach.default:
+    while isinstance(top, fx.Node) and (top.target is aten.detach.default or _is_first(top)):
         top = top.args[0]
-    last = isinstance(top, fx.Node) and top.target is aten.amax.default and top.args[0] is x
-    if not last or [d % len(shape_of(x)) for d in top.args[1]] != [len(shape_of(x)) - 1]:  # type: ignore
+    if not isinstance(top, fx.Node) or top.target not in MAXIMA or top.args[0] is not x:
         return node
-    return x if len(x.users) == 2 else node  # type: ignore[union-attr]
+    dims: Any = top.args[1]
+    last = {d % len(shape_of(x)) for d in (dims if isinstance(dims, (list, tuple)) else [dims])}  # type: ignore[arg-type]
+    alone = last == {len(shape_of(x)) - 1} and len(x.users) == 2  # type: ignore[arg-type,union-attr]
+    return x if alone else node
+
+
+def _is_first(node: fx.Node) -> bool:
+    """The maxima of what returns their places, too."""
+    return node.target is operator.getitem and node.args[1:] == (0,)
 
 
 def _beside(node: Any) -> tuple[Any, fx.Node | None, bool]:

@@ -62,6 +62,22 @@ class Documents(Heads):
         return x + self.join(F.scaled_dot_product_attention(*self.split(x), attn_mask=mask))
 
 
+class Window(Heads):
+    """A token sees the last ``width`` of its own document that are no padding, or those that are near both ways."""
+
+    def __init__(self, width: int = 5, causal: bool = True) -> None:
+        super().__init__()
+        self.width, self.causal = width, causal
+
+    def forward(self, x: Tensor, keep: Tensor, document: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1])
+        apart = place[:, None] - place[None]
+        near = (apart < self.width) & (apart >= 0 if self.causal else apart > -self.width)
+        same = document[:, None, :, None] == document[:, None, None, :]
+        mask = near & same & keep[:, None, None, :]
+        return x + self.join(F.scaled_dot_product_attention(*self.split(x), attn_mask=mask))
+
+
 class Biased(Heads):
     """A learned bias of the scores, one for each distance."""
 
@@ -99,10 +115,11 @@ class Written(Heads):
 
 
 class Sink(Heads):
-    """A learned score of every head beside those of keys."""
+    """A learned score of every head beside those of keys; ``shift`` is subtracted from all of a query."""
 
-    def __init__(self, groups: int = HEADS) -> None:
+    def __init__(self, groups: int = HEADS, shift: str = "") -> None:
         super().__init__(HEADS, groups)
+        self.shift = shift
         self.sink = nn.Parameter(torch.linspace(-1.0, 2.0, HEADS))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,7 +128,12 @@ class Sink(Heads):
         scores = q @ k.transpose(-1, -2)
         scores = scores + torch.full_like(scores, float("-inf")).triu(1)
         sink = self.sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        return x + self.join(torch.cat([scores, sink], -1).softmax(-1)[..., :-1] @ v)
+        scores = torch.cat([scores, sink], -1)
+        if self.shift == "max":
+            scores = scores - scores.max(-1, keepdim=True).values
+        elif self.shift == "mean":
+            scores = scores - scores[..., 1:].clamp(min=-9).mean(-1, keepdim=True)
+        return x + self.join(scores.softmax(-1)[..., :-1] @ v)
 
 
 class Columns(Heads):

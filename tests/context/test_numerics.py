@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cli.models import load
-from tests.context.models import Attend, Biased, Cross, Documents, Pooled, Sink, Written, rows
+from tests.context.models import Attend, Biased, Cross, Documents, Pooled, Sink, Window, Written, rows
 
 
 def squares(out: Tensor) -> Tensor:
@@ -32,6 +32,8 @@ CASES: list[tuple[str, Any, tuple[Any, ...], str, tuple[str, ...]]] = [
     ("uneven", Attend, (rows(13),), "cp=2", BOTH),
     ("whole", lambda: Attend(is_causal=False), (rows(13),), "cp=4", BOTH),
     ("documents", Documents, (rows(), torch.arange(16).repeat(2, 1) // 5), "cp=2", BOTH),
+    ("window", Window, (rows(), keep(), torch.arange(16).repeat(2, 1) // 7), "cp=2", BOTH),
+    ("near", lambda: Window(3, False), (rows(13), keep(13), torch.arange(13).repeat(2, 1) // 7), "cp=4", BOTH),
     ("learned-bias", Biased, (rows(),), "cp=2", BOTH),
     ("cross", Cross, (rows(), rows(9, seed=2)), "cp=2", BOTH),
     ("pooled", Pooled, (rows(),), "dp=2,cp=2", BOTH),

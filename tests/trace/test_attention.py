@@ -101,8 +101,9 @@ def test_a_soft_cap_goes_into_the_op(cap: float) -> None:
     assert exact(Written(cap=cap), kept())["cap"] == cap
 
 
-def test_a_score_that_is_no_keys_goes_into_the_op() -> None:
-    attention = exact(Sink())
+@pytest.mark.parametrize("shift", ["", "max"])
+def test_a_score_that_is_no_keys_goes_into_the_op(shift: str) -> None:
+    attention = exact(Sink(shift=shift))
     assert attention["sink"] is not None and attention["is_causal"]
 
 
