@@ -193,3 +193,22 @@ class Recurrent(nn.Module):
             state = 0.5 * state + x[:, t]
             out.append(state)
         return torch.stack(out, 1)
+
+
+class Shifted(nn.Module):
+    """Predicts the next token, or the one before: the loss is of a cut of the positions, in one of several forms."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.attend, self.head = form, Attend(), nn.Linear(D, 7)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        y: Tensor = self.head(self.attend(x))
+        if self.form == "next":
+            return F.cross_entropy(y[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        if self.form == "before":
+            return F.cross_entropy(y[:, 2:].transpose(1, 2), labels[:, :-2], reduction="sum", ignore_index=3)
+        if self.form == "both":
+            return F.cross_entropy(y.float()[:, 1:-1].reshape(-1, 7), labels[:, 2:].reshape(-1))
+        each = F.cross_entropy(y[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+        return (each * torch.arange(len(each))).sum()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cli.models import load
-from tests.context.models import Attend, Biased, Cross, Documents, Pooled, Sink, Window, Written, rows
+from tests.context.models import Attend, Biased, Cross, Documents, Pooled, Shifted, Sink, Window, Written, rows
 
 
 def squares(out: Tensor) -> Tensor:
@@ -57,6 +57,24 @@ def test_equals_the_unsharded_model(make: Any, args: tuple[Any, ...], mesh: str,
     assert report.ok and report.tolerance == 1e-10, str(report)
 
 
+@pytest.mark.parametrize("kind", [*BOTH, "ring:2+ulysses:2"])
+@pytest.mark.parametrize("form", ["next", "before", "both"])
+def test_losses_of_a_part_of_the_positions(form: str, kind: str) -> None:
+    """Labels shifted by cutting logits, also where each run of a rank would be cut into another number of pieces."""
+    torch.manual_seed(0)
+    labels = torch.randint(0, 7, (2, 16), generator=torch.Generator().manual_seed(3))
+    labels[0, :9] = -100 if form != "before" else 3
+    report = autopar.verify(Shifted(form), "cp=4", args=(rows(), labels), strategy=f"context_parallel={kind}")
+    assert report.ok, str(report)
+
+
+def test_losses_that_are_weighed_stay_cut() -> None:
+    labels = torch.randint(0, 7, (2, 16), generator=torch.Generator().manual_seed(3))
+    torch.manual_seed(0)
+    report = autopar.verify(Shifted("weighed"), "cp=2", args=(rows(), labels), strategy="context_parallel=ulysses")
+    assert report.ok, str(report)
+
+
 @pytest.mark.parametrize(
     ("family", "mesh", "strategy"),
     [
@@ -67,6 +85,10 @@ def test_equals_the_unsharded_model(make: Any, args: tuple[Any, ...], mesh: str,
         ("bert", "cp=2", "context_parallel=ring"),
         ("gpt2", "cp=2,tp=2", "context_parallel=ulysses"),
         ("t5", "cp=2", "context_parallel=ring"),
+        ("deepseek", "cp=2", "context_parallel=ring"),
+        ("deepseek", "cp=4", "context_parallel=ulysses"),
+        ("gemma2", "cp=2", "context_parallel=ring"),
+        ("gemma2", "cp=2", "context_parallel=ulysses"),
     ],
     ids=lambda value: value or "-",
 )
