@@ -91,7 +91,7 @@ def written_attention(
     if repeats > 1:
         k, v = k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
     scores = capped(q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale), cap)
-    return F.dropout(with_sink(masks.hide(scores), sink), dropout).to(v.dtype) @ v
+    return F.dropout(with_sink(masks.hide(scores), sink, masks.fill is None), dropout).to(v.dtype) @ v
 
 
 def ring_attention(

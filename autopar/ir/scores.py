@@ -70,10 +70,14 @@ def capped(scores: Tensor, cap: float | None) -> Tensor:
     return scores if cap is None else torch.tanh(scores / cap) * cap
 
 
-def with_sink(scores: Tensor, sink: Tensor | None) -> Tensor:
-    """The softmax of scores [..., H, S, T] beside one more score, whose probability is left out."""
+def with_sink(scores: Tensor, sink: Tensor | None, safe: bool = False) -> Tensor:
+    """The softmax of scores [..., H, S, T] beside one more score, whose probability is left out.
+
+    ``safe``: a query that sees nothing gets 0.
+    """
     if sink is None:
-        return scores.softmax(-1)
+        made: Tensor = torch.ops.aten._safe_softmax(scores, -1) if safe else scores.softmax(-1)
+        return made
     beside = sink.to(scores.dtype).expand(*scores.shape[:-1], 1)
     return torch.cat([scores, beside], -1).softmax(-1)[..., :-1]
 

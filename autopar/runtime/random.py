@@ -161,5 +161,5 @@ def attention_with_dropout(
     wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
     scores = q.to(wide) @ k.to(wide).transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = masks.hide(capped(scores, cap))
-    probabilities = with_sink(scores, sink) if written else torch.ops.aten._safe_softmax(scores, -1)
+    probabilities = with_sink(scores, sink, fill is None)
     return (dropout(probabilities, p, key, shares, rng) @ v.to(wide)).to(q.dtype)

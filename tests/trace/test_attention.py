@@ -161,3 +161,11 @@ def test_what_looks_like_causal_attention(weigh: Callable[[Tensor], Tensor]) -> 
 )
 def test_scores_that_are_wider_than_the_values(weigh: Callable[[Tensor], Tensor]) -> None:
     assert found(same(weigh, torch.bfloat16, 2e-2))
+
+
+@pytest.mark.parametrize("bound", [lambda s: s, lambda s: torch.tanh(s / 2) * 2], ids=["plain", "cap"])
+def test_queries_that_see_nothing_are_written_over(bound: Callable[[Tensor], Tensor]) -> None:
+    (known,) = found(
+        same(lambda s: bound(s).masked_fill(~seen(-1), -math.inf).softmax(-1).nan_to_num(), torch.float64, 1e-12)
+    )
+    assert known["fill"] is None and known["mask"] is not None
