@@ -19,7 +19,7 @@ from autopar.cost.symbols import Number, maximum, product, ratio
 from autopar.ir import ops
 from autopar.ir.program import Spec, specs, tensor_args
 from autopar.runtime import loss, random
-from autopar.runtime.ring import ring_attention
+from autopar.runtime.ring import ring_attention, whole_attention
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class NodeCost:
 
 
 FREE = NodeCost()
-ATTENTIONS = (*ops.ATTENTION, random.attention_with_dropout, ring_attention)
+ATTENTIONS = (*ops.ATTENTION, random.attention_with_dropout, ring_attention, whole_attention)
 
 
 def words(text: str) -> frozenset[str]:
@@ -244,6 +244,14 @@ def _keys(node: fx.Node, args: Mapping[str, Any], k: Value) -> Number:
     return k.shape[-2] if whole is None else whole.shape[-2]
 
 
+def _seen(flops: Number, args: Mapping[str, Any], keys: Number) -> Number:
+    """What is left of the flops: half where causal, a window's part of the keys."""
+    low, high = args.get("band") or (None, None)
+    if low is not None and high is not None and not (isinstance(keys, int) and high - low >= keys):
+        return ratio(flops * (high - low + 1), keys)
+    return ratio(flops, 2) if args["is_causal"] or low == 0 else flops
+
+
 def _attention(node: fx.Node, shapes: Shapes) -> NodeCost:
     """Fused attention; with dropout, unfused attention.
 
@@ -257,10 +265,11 @@ def _attention(node: fx.Node, shapes: Shapes) -> NodeCost:
     square = product(q.shape[:-1]) * _keys(node, args, k)
     flops = 2 * square * (q.shape[-1] + v.shape[-1])
     moved = q.bytes + k.bytes + v.bytes + out.bytes
-    if args["mask"] is not None:
-        moved = moved + _of(args["mask"], shapes).bytes
+    for name in ("mask", "bias"):
+        if args.get(name) is not None:
+            moved = moved + _of(args[name], shapes).bytes
     if not dropout_of(args):
-        flops = ratio(flops, 2) if args["is_causal"] else flops
+        flops = _seen(flops, args, _keys(node, args, k))
         cost, back = NodeCost(flops, moved, ratio(5 * flops, 2), 2 * moved, "attention"), differentiable(node)
     else:
         # Written and read once each: scores, probabilities, dropped probabilities; the mask is a byte an entry.

@@ -171,7 +171,7 @@ def _attention(node: fx.Node, shapes: Shapes) -> Saved:
     args = bound(node)
     kept = tuple(args[n] for n in ("q", "k", "v"))
     q, k = _first(kept[0], shapes), _first(kept[1], shapes)
-    mask = (args["mask"],) if args["mask"] is not None else ()
+    mask = tuple(args[n] for n in ("mask", "bias", "sink", "query_ids", "key_ids") if args.get(n) is not None)
     rows = product(q.shape[:-1])
     if dropout_of(args):
         # Probabilities before and after dropout, and its mask (arXiv:2205.05198, section 4.1).

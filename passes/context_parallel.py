@@ -110,8 +110,8 @@ class ContextParallel(Pass):
 def _zigzag(program: Program, parts: Parts) -> bool:
     """Whether the sequence is held in zigzag order: where a ring has a causal mask, whose work it shares out."""
     nodes = (node for _, graph in program.graphs() for node in graph.nodes)
-    causal = (node.target is ops.attention and arguments(node)["is_causal"] for node in nodes)
-    return parts[0][0] == RING and any(causal)
+    known = (arguments(node) for node in nodes if node.target is ops.attention)
+    return parts[0][0] == RING and any(n["is_causal"] or n["band"] == (0, None) for n in known)
 
 
 def _planned(program: Program, context: Context, parts: Parts, zigzag: bool) -> tuple[float, Program, list[str]]:
@@ -124,10 +124,11 @@ def _planned(program: Program, context: Context, parts: Parts, zigzag: bool) -> 
         flow = flow_of(program)
         relations = relations_of(flow)
         batch = batch_dims(program, flow, relations)
+        taken = batch if _shares_rows(program) else {}  # without them dim 0 may as well be the sequence
 
-        def allowed(v: int, s: Shard, flow: Flow = flow, batch: dict[int, set[int]] = batch) -> bool:
+        def allowed(v: int, s: Shard, flow: Flow = flow, taken: dict[int, set[int]] = taken) -> bool:
             node, index = flow.values[v].key
-            return s.dim not in batch.get(v, ()) and not clash(s, layouts(node)[index])
+            return s.dim not in taken.get(v, ()) and not clash(s, layouts(node)[index])
 
         seeds = context_seeds(flow, batch, program.mesh, axis, zigzag)
         found = spread(flow, relations, seeds, allowed)
@@ -137,6 +138,10 @@ def _planned(program: Program, context: Context, parts: Parts, zigzag: bool) -> 
         write(program, flow, axis, solution)
         price += solution.price
     return price, program, context.warnings
+
+
+def _shares_rows(program: Program) -> bool:
+    return program.mesh.data_size > 1 or program.mesh.microbatches > 1
 
 
 def _prepare(program: Program, axis: str, kind: str) -> None:
@@ -207,7 +212,8 @@ class _Space:
         if not inside:
             where = node.meta.get("module") or "attention"
             why = f"{where}: its positions are shared out over another axis already, and {self.axis} asks for them too"
-            raise AutoparError("sequence-taken", why, "leave sequence_parallel off together with context parallelism")
+            fix = "leave sequence_parallel off; where the inputs have the sequence first, say so: batch_dims={name: 1}"
+            raise AutoparError("sequence-taken", why, fix)
         return inside
 
     def _types(self, v: int) -> list[Type]:

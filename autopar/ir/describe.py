@@ -227,7 +227,7 @@ MATMULS = {
     "linear": "plain", "mm": "plain", "bmm": "plain", "matmul": "plain",
     "addmm": "biased", "baddbmm": "biased",
     "attention": "attention", "attention_with_dropout": "attention",
-    "ring_attention": "attention",
+    "ring_attention": "attention", "whole_attention": "attention",
     "convolution": "convolution", "conv1d": "convolution", "conv2d": "convolution", "conv3d": "convolution",
 }  # fmt: skip
 

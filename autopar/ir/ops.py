@@ -4,7 +4,6 @@ A Program calls them with ``call_function``. Passes replace them by runtime func
 executed as they stand, which is what the verifier compares with.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from autopar.ir.grouped import experts as experts
+from autopar.ir.scores import Masks, capped, with_sink
 
 
 def convert(x: Tensor, axis: str, src: Any, dst: Any) -> Tensor:
@@ -40,8 +40,14 @@ def attention(
     enable_gqa: bool = False,
     key: int = 0,
     fill: float | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    cap: float | None = None,
+    band: tuple[int | None, int | None] | None = None,
+    query_ids: Tensor | None = None,
+    key_ids: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q kᵀ · scale + mask) v over the last two dims.
+    """softmax(scores) v over the last two dims, with scores = cap tanh(q kᵀ · scale / cap) + bias, then the masks.
 
     Args:
         q: [..., H, S, D]. k: [..., Hkv, T, D]. v: [..., Hkv, T, Dv]. Hkv divides H where ``enable_gqa``, else H = Hkv.
@@ -51,9 +57,17 @@ def attention(
         scale: 1/sqrt(D) where None.
         fill: of attention that was written out: the score of what a bool mask hides, so that a query that sees nothing
             gets an average of values as it was written; None leaves such queries 0, as PyTorch's kernels do.
+        bias: float, added before a bool mask hides; broadcastable like the mask.
+        sink: float, broadcastable to [..., H, 1, 1]: one more score of every query, of a key whose value is 0.
+        cap: bound of the scores; None for none.
+        band: query i sees keys j with low <= i - j <= high; None is no bound.
+        query_ids, key_ids: int [B or 1, S] and [B or 1, T]: a query sees keys of its own number.
     """
-    if fill is not None:
-        return written_attention(q, k, v, mask, dropout, is_causal, scale, fill)
+    masks = Masks(mask, is_causal, fill, bias, band, query_ids, key_ids)
+    if fill is not None or sink is not None or cap is not None:
+        return written_attention(q, k, v, masks, dropout, scale, sink, cap)
+    if masks.several:
+        mask, is_causal = masks.dense(q, k.shape[-2]), False
     return F.scaled_dot_product_attention(
         q, k, v, mask, dropout_p=dropout, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -63,35 +77,21 @@ def written_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    masks: Masks,
     dropout: float,
-    is_causal: bool,
     scale: float | None,
-    fill: float,
+    sink: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Attention step by step, with every score in memory; arguments as in ``attention``.
 
     A mask that is wider than q widens scores and softmax; the probabilities are cast to v's dtype.
     """
-    scores = hidden_scores(q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale), mask, fill)
-    if is_causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -math.inf)
-    return F.dropout(scores.softmax(-1), dropout).to(v.dtype) @ v
-
-
-def hidden_scores(scores: Tensor, mask: Tensor | None, fill: float | None) -> Tensor:
-    """Scores with a mask: bool (False: ``fill``, or minus infinity where None) or added."""
-    if mask is None:
-        return scores
-    if mask.dtype != torch.bool:
-        return scores + mask
-    return scores.masked_fill(~mask, -math.inf if fill is None else _within(fill, scores.dtype))
-
-
-def _within(value: float, dtype: torch.dtype) -> float:
-    """The nearest number that ``dtype`` has: a score may have been written in a wider one."""
-    most = torch.finfo(dtype).max
-    return min(max(value, -most), most) if math.isfinite(value) else value
+    repeats = q.shape[-3] // k.shape[-3] if q.dim() > 2 else 1
+    if repeats > 1:
+        k, v = k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
+    scores = capped(q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale), cap)
+    return F.dropout(with_sink(masks.hide(scores), sink, masks.fill is None), dropout).to(v.dtype) @ v
 
 
 def ring_attention(
@@ -105,10 +105,18 @@ def ring_attention(
     enable_gqa: bool = False,
     key: int = 0,
     fill: float | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    cap: float | None = None,
+    band: tuple[int | None, int | None] | None = None,
+    query_ids: Tensor | None = None,
+    key_ids: Tensor | None = None,
     axis: str = "",
 ) -> Tensor:
     """``attention`` whose queries and keys may be sharded on ``axis`` along the sequence: keys and values go around."""
-    return attention(q, k, v, mask, dropout, is_causal, scale, enable_gqa, key, fill)
+    return attention(
+        q, k, v, mask, dropout, is_causal, scale, enable_gqa, key, fill, bias, sink, cap, band, query_ids, key_ids
+    )
 
 
 def token_loss(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:

@@ -15,7 +15,7 @@ from autopar.rules.relation import Assignment, Dims, Labels
 
 @dataclass(frozen=True)
 class Attention:
-    """q [.., H, S, D], k [.., G, T, D], v [.., G, T, E], optional mask -> [.., H, S, E].
+    """q [.., H, S, D], k [.., G, T, D], v [.., G, T, E], masks and numbers if any -> [.., H, S, E].
 
     A shard of the query heads takes whole groups of heads (then k and v are sharded alike) or lies within a group (then
     k and v are whole). All but the head dims are ``labels``.
@@ -63,7 +63,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Ring(Attention):
-    """Attention whose queries and keys are both sharded on positions; the mask keeps every key of the own queries.
+    """Attention whose queries and keys are both sharded on positions; masks and numbers keep every key.
 
     ``lengths``: of queries and of keys. Where they differ keys are cut in the same order as queries.
     """
@@ -76,7 +76,7 @@ class Ring(Attention):
         name = dims[shard.dim]
         if name not in ("s", "t"):
             return super().transfer(port, shard)
-        if (port == 3 and name == "t") or len(shard.pieces) > 1 or shard.pieces[0].outer > 1:
+        if (3 <= port < len(self.labels.inputs) and name == "t") or len(shard.pieces) > 1 or shard.pieces[0].outer > 1:
             return None
         pieces = {name: shard.pieces[0], ("t" if name == "s" else "s"): self._other(name, shard.pieces[0])}
         if None in pieces.values():
@@ -125,11 +125,16 @@ def attention(node: fx.Node) -> Attention:
     )
     v = shape_of(known["v"])
     ins: list[Dims] = [(*batch(q), *head, "s", "d"), (*batch(k), *group, "t", "d"), (*batch(v), *group, "t", "e")]
-    if known.get("mask") is not None:
-        m = shape_of(known["mask"])
-        full = (*lead, *head, "s", "t")
-        ins.append(tuple(n if size != 1 else None for n, size in zip(full[rank - len(m) :], m)))
-    blocked = {"t", "d", "e"} | ({"s"} if known["is_causal"] else set())
+    full = (*lead, *head, "s", "t")
+    for name in ("mask", "bias", "sink"):
+        if known[name] is not None:
+            m = shape_of(known[name])
+            ins.append(tuple(n if size != 1 else None for n, size in zip(full[rank - len(m) :], m)))
+    for name, place in (("query_ids", "s"), ("key_ids", "t")):
+        if known[name] is not None:
+            ins.append((lead[0] if shape_of(known[name])[0] != 1 else None, place))
+    by_place = known["is_causal"] or known["band"] is not None
+    blocked = {"t", "d", "e"} | ({"s"} if by_place else set())
     if heads % max(groups, 1):
         blocked |= {"h", "g"}
     labels = Labels(tuple(ins), ((*lead, *head, "s", "e"),), frozenset(blocked))

@@ -114,7 +114,8 @@ def cut(node: fx.Node) -> Cut | Labels:
     if known["step"] != 1:
         return others
     dim = normal_dims(known["dim"], len(source))[0]
-    start = min(max(known["start"] or 0, 0), source[dim])
+    start = known["start"] or 0
+    start = min(max(start + source[dim] if start < 0 else start, 0), source[dim])
     return Cut(start, start + target[dim], dim, others)
 
 
@@ -324,7 +325,17 @@ def normalized(node: fx.Node) -> Labels:
 
 
 def gather(node: fx.Node) -> Labels:
-    """gather, scatter: along ``dim`` blocked; the other dims must agree in all operands."""
+    """One element of ``dim`` for each index: where that is sharded, a rank gives those that it has, others a zero."""
+    (x, index), dim = input_shapes(node), normal_dims(arguments(node)["dim"], len(input_shapes(node)[0]))[0]
+    names, chosen = numbered(len(x)), numbered(len(x))
+    chosen[dim] = "chosen"
+    bad = {f"d{i}" for i in range(len(x)) if i != dim and x[i] != index[i]}
+    bad |= set() if node.meta["spec"].is_float else {f"d{dim}"}
+    return Labels((tuple(names), tuple(chosen)), (tuple(chosen),), frozenset(bad), linear=(frozenset({0}),))
+
+
+def scatter(node: fx.Node) -> Labels:
+    """scatter: along ``dim`` blocked; the other dims must agree in all operands."""
     ins, out = input_shapes(node), output_shapes(node)[0]
     rank = len(ins[0])
     dim = normal_dims(arguments(node)["dim"], rank)[0]

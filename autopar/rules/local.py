@@ -18,7 +18,7 @@ from autopar.rules.experts import graph_of, layouts_inside, results_of
 from autopar.rules.place import Place, every_segment, run_start, segments_of
 from autopar.rules.table import aten
 from autopar.runtime import collectives, dispatch, loss, order, random, shards
-from autopar.runtime.ring import ring_attention
+from autopar.runtime.ring import ring_attention, whole_attention
 
 
 def localize_node(node: fx.Node, place: Place) -> None:
@@ -213,14 +213,23 @@ def _drawn(target: Callable[..., Any]) -> Callable[[fx.Node, Place], None]:
     return rewrite
 
 
+MASKS = ("bias", "sink", "cap", "band", "query_ids", "key_ids")  # arguments of attention beside mask and fill
+
+
 def _attention(node: fx.Node, place: Place) -> None:
+    """Dropped probabilities are drawn by rank; what bands and numbers hide is left out tile by tile."""
     known = arguments(node)
+    rest = tuple(known[n] for n in MASKS)
     if not known["dropout"]:
+        both = known["is_causal"] and known["mask"] is not None
+        if both or known["band"] is not None or known["query_ids"] is not None:
+            node.target, node.kwargs = whole_attention, {}
+            node.args = tuple(known[n] for n in ("q", "k", "v", "mask", "is_causal", "scale", "fill", *MASKS))
         return
     node.target, node.kwargs = random.attention_with_dropout, {}
     node.args = (
         known["q"], known["k"], known["v"], known["mask"], known["dropout"], known["is_causal"], known["scale"],
-        known["enable_gqa"], known["key"], _sharing(place), place.handle("rng"), known["fill"],
+        known["enable_gqa"], known["key"], _sharing(place), place.handle("rng"), known["fill"], *rest,
     )  # fmt: skip
 
 
@@ -282,7 +291,7 @@ def _ring(node: fx.Node, place: Place) -> None:
     over = {a for x, s in zip(place.inputs, (q, k)) for a, _ in x.shards(len(s) - 2)}
     if not over:
         node.target, node.kwargs = ops.attention, {n: v for n, v in node.kwargs.items() if n != "axis"}
-        node.args = node.args[:10]
+        node.args = node.args[:16]
         _attention(node, place)
         return
     if over != {axis}:
@@ -297,7 +306,7 @@ def _ring(node: fx.Node, place: Place) -> None:
     node.target, node.kwargs = ring_attention, {}
     node.args = (
         known["q"], known["k"], known["v"], known["mask"], known["is_causal"], known["scale"], known["fill"],
-        queries, keys, place.handle(axis),
+        queries, keys, place.handle(axis), *(known[n] for n in MASKS),
     )  # fmt: skip
 
 
@@ -315,6 +324,16 @@ def _select(node: fx.Node, place: Place) -> None:
     node.args = (known["self"], dim, found)
 
 
+def _gather(node: fx.Node, place: Place) -> None:
+    known, shape = arguments(node), tensor_args(node)[0].meta["spec"].shape
+    dim = known["dim"] % len(shape)
+    if not list(place.inputs[0].shards(dim)):
+        return
+    runs = runs_of(place.inputs[0], dim, shape[dim], place.mesh, place.at)
+    node.target, node.kwargs = shards.gathered, {}
+    node.args = (known["self"], dim, known["index"], runs, shape[dim])
+
+
 def _slice(node: fx.Node, place: Place) -> None:
     """Of a sharded dim: what of the rank's runs lies inside, which is one run of its local tensor."""
     known, shape = arguments(node), tensor_args(node)[0].meta["spec"].shape
@@ -323,6 +342,7 @@ def _slice(node: fx.Node, place: Place) -> None:
         return
     runs = runs_of(place.inputs[0], dim, shape[dim], place.mesh, place.at)
     first = known["start"] or 0
+    first = max(0, first + shape[dim]) if first < 0 else first
     start = sum(max(0, min(first - s, n)) for s, n in runs)
     length = place.shape(node.meta["spec"], place.outputs[0])[dim]
     with_arguments(node, dim=dim, start=start, end=start + length)
@@ -330,6 +350,7 @@ def _slice(node: fx.Node, place: Place) -> None:
 
 LOCAL: dict[Any, Callable[[fx.Node, Place], None]] = {
     aten.select.int: _select,
+    aten.gather.default: _gather,
     aten.slice.Tensor: _slice,
     ops.ring_attention: _ring,
     aten.reshape.default: _output_size("shape"),

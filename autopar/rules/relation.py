@@ -152,7 +152,7 @@ class Reshape:
 
 @dataclass(frozen=True)
 class Cut:
-    """A slice ``start`` to ``end`` of one dim: every run of a shard loses what lies outside, and none may vanish.
+    """A slice ``start`` to ``end`` of one dim: every run of a shard loses what lies outside, and every rank keeps some.
 
     The other dims pass; so does a sum.
     """
@@ -173,7 +173,8 @@ class Cut:
         for n in p.chunks:
             left.append(max(0, min(at + n * p.inner, self.end) - max(at, self.start)))
             at += n * p.inner
-        if not all(left):
+        ways = len(left) // 2 if p.zigzag else len(left)
+        if not all(left[c] + (left[-1 - c] if p.zigzag else 0) for c in range(ways)):
             return None
         length = self.end - self.start
         even = len(set(left)) == 1

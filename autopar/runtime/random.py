@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.errors import AutoparError
-from autopar.ir.ops import hidden_scores
+from autopar.ir.scores import Masks, capped, with_sink
 from autopar.runtime.axis import Axis
 
 
@@ -130,6 +130,12 @@ def attention_with_dropout(
     shares: tuple[Axis, ...],
     rng: Rng,
     fill: float | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    cap: float | None = None,
+    band: tuple[int | None, int | None] | None = None,
+    query_ids: Tensor | None = None,
+    key_ids: Tensor | None = None,
 ) -> Tensor:
     """``scaled_dot_product_attention`` with the dropout of its probabilities drawn as ``dropout`` draws it.
 
@@ -138,11 +144,14 @@ def attention_with_dropout(
         mask: bool (true: attend) or added to the scores; a query that attends to nothing gets 0.
         scale: of the scores; None is 1/sqrt(width).
         fill: the score of what a bool mask hides; None is minus infinity.
+        bias, sink, cap, band, query_ids, key_ids: as in ``autopar.ir.ops.attention``.
 
     Returns:
         [..., heads, length, width of v] in q's dtype; half precision is computed in float32.
     """
-    if p == 0.0 and fill is None:
+    masks = Masks(mask, is_causal, fill, bias, band, query_ids, key_ids)
+    written = fill is not None or sink is not None or cap is not None
+    if p == 0.0 and not written and not masks.several:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -151,9 +160,6 @@ def attention_with_dropout(
         v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
     wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
     scores = q.to(wide) @ k.to(wide).transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(future, -torch.inf)
-    scores = hidden_scores(scores, mask, fill)
-    probabilities = torch.ops.aten._safe_softmax(scores, -1) if fill is None else scores.softmax(-1)
+    scores = masks.hide(capped(scores, cap))
+    probabilities = with_sink(scores, sink, fill is None)
     return (dropout(probabilities, p, key, shares, rng) @ v.to(wide)).to(q.dtype)

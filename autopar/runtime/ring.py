@@ -51,9 +51,15 @@ def ring_attention(
     fill: float | None,
     queries: tuple[Run, ...],
     keys: tuple[tuple[Run, ...], ...],
-    axis: Axis,
+    axis: Axis | None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    cap: float | None = None,
+    band: tuple[int | None, int | None] | None = None,
+    query_ids: Tensor | None = None,
+    key_ids: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q kᵀ · scale + mask) v where queries, keys and values are S on ``axis`` along the sequence.
+    """softmax(scores) v where queries, keys and values are S on ``axis`` along the sequence.
 
     Args:
         q: [..., H, s, D]. k: [..., G, t, D]. v: [..., G, t, E]: this rank's positions; G divides H, and a group of
@@ -64,18 +70,56 @@ def ring_attention(
         fill: the score of what a bool mask hides; minus infinity where None.
         queries: this rank's runs of global positions, in local order.
         keys: those of every coordinate's keys.
+        axis: None where this rank holds the whole sequence, which is then computed tile by tile.
+        bias: like a float mask, beside a bool one. sink, cap, band: as in ``autopar.ir.ops.attention``.
+        query_ids, key_ids: [B or 1, s] of this rank's rows and [B or 1, T] of every key; B is the only dim before H.
 
     Returns:
         [..., H, s, E] in q's dtype, S on ``axis``; accumulated in float32 at least. A query that sees nothing gets 0.
+        Where PyTorch's own kernel would add a float mask on this device, gradients are its: of a row whose every score
+        is the dtype's lowest, as large as if each key had all of the probability.
     """
+    by_sum = _kernel_adds(q, v, mask, fill, cap)
+    if mask is not None and mask.dtype != torch.bool:
+        bias = mask if bias is None else mask + bias
+        mask = None
     lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
-    mask = _four(mask, lead) if mask is not None else None
     shape = (*lead, *q.shape[-3:-1], v.shape[-1])
+    mask, bias, sink = (None if x is None else _four(x, lead) for x in (mask, bias, sink))
     q, k, v = (x.expand((*lead, *x.shape[-3:])).reshape((-1, *_heads(x))) for x in (q, k, v))
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    places = Places(queries, keys)
-    out: Tensor = _Ring.apply(q, k, v, mask, Scores(scale, Band.of(is_causal), None, fill), places, axis)
+    low, high = band or (None, None)
+    rule = Scores(scale, Band(max(0, low or 0) if is_causal else low, high), fill=fill, cap=cap, by_sum=by_sum)
+    ids = None if query_ids is None or key_ids is None else (query_ids, key_ids)
+    out: Tensor = _Ring.apply(q, k, v, bias, sink, mask, ids, rule, Places(queries, keys), axis)
     return out.reshape(shape)
+
+
+def whole_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    fill: float | None,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    cap: float | None,
+    band: tuple[int | None, int | None] | None,
+    query_ids: Tensor | None,
+    key_ids: Tensor | None,
+) -> Tensor:
+    """``ring_attention`` of whole sequences: tile by tile, without the tiles that the masks empty."""
+    queries, keys = ((0, q.shape[-2]),), (((0, k.shape[-2]),),)
+    more = (bias, sink, cap, band, query_ids, key_ids)
+    return ring_attention(q, k, v, mask, is_causal, scale, fill, queries, keys, None, *more)
+
+
+def _kernel_adds(q: Tensor, v: Tensor, mask: Tensor | None, fill: float | None, cap: float | None) -> bool:
+    """Whether scaled_dot_product_attention would give such a mask to a fused kernel, whose gradients use the sum."""
+    added = mask is not None and mask.dtype != torch.bool and not mask.requires_grad
+    return added and fill is None and cap is None and q.dim() == 4 and fused(q, v)
 
 
 def _heads(x: Tensor) -> tuple[int, ...]:
@@ -93,59 +137,73 @@ def _four(mask: Tensor, lead: torch.Size) -> Tensor:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Scores, places: Places, axis: Axis
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        mask: Tensor | None,
+        ids: tuple[Tensor, Tensor] | None,
+        rule: Scores,
+        places: Places,
+        axis: Axis | None,
     ) -> Tensor:
         wide = wide_of(q.dtype)
-        scores = replace(rule, mask=mask)
+        scores = replace(rule, mask=mask, bias=bias, ids=ids)
         state, mine = State.empty(q, v.shape[-1], wide), q.to(wide)
-        block = _Block.of(k, v)
-        for step in range(axis.size):
-            owner = (axis.coordinate - step) % axis.size
-            moving = block.depart(places, owner, axis) if step < axis.size - 1 else None
+        if sink is not None:
+            state.begin(sink)
+        block, steps = _Block.of(k, v), 1 if axis is None else axis.size
+        for step in range(steps):
+            owner = 0 if axis is None else (axis.coordinate - step) % axis.size
+            moving = block.depart(places, owner, axis) if axis is not None and step < steps - 1 else None
             bk, bv = block.k.to(wide), block.v.to(wide)
             for tile in tiles(places.queries, places.keys[owner], rule.band, _limit(mine, bv, scores)):
                 forward_tile(state, mine, bk, bv, tile, scores)
             if moving is not None:
                 block = moving.arrive()
         out = state.result()
-        ctx.save_for_backward(q, k, v, mask, out, state.top, state.total)
+        ctx.save_for_backward(q, k, v, bias, sink, mask, *(ids or (None, None)), out, state.top, state.total)
         ctx.rule, ctx.places, ctx.axis = rule, places, axis
         return out.to(q.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        q, k, v, mask, out, top, total = ctx.saved_tensors
+        q, k, v, bias, sink, mask, *ids, out, top, total = ctx.saved_tensors
         wide = out.dtype
         saved = Saved(q.to(wide), out, grad.to(wide), top, total)
-        scores = replace(ctx.rule, mask=mask)
-        mask_grad = torch.zeros_like(mask, dtype=wide) if mask is not None and ctx.needs_input_grad[3] else None
-        dq, dk, dv = _backward(saved, _Block.of(k, v), scores, ctx.places, ctx.axis, mask_grad)
-        back = None if mask is None or mask_grad is None else mask_grad.to(mask.dtype)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), back, None, None, None
+        scores = replace(ctx.rule, mask=mask, bias=bias, ids=None if ids[0] is None else tuple(ids))
+        bias_grad = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[3] else None
+        dq, dk, dv = _backward(saved, _Block.of(k, v), scores, ctx.places, ctx.axis, bias_grad)
+        added = None if bias is None or bias_grad is None else bias_grad.to(bias.dtype)
+        beside = saved.of_sink(sink) if ctx.needs_input_grad[4] else None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), added, beside, None, None, None, None, None
 
 
 def _limit(q: Tensor, v: Tensor, scores: Scores) -> int | None:
     """Longest tile: none where a kernel computes it without its scores in memory, a mask's own entries aside."""
-    return None if fused(q, v, scores) and scores.mask is None else TILE
+    return None if scores.by_kernel and fused(q, v) and not scores.dense() else TILE
 
 
 def _backward(
-    saved: Saved, block: "_Block", scores: Scores, places: Places, axis: Axis, mask_grad: Tensor | None
+    saved: Saved, block: "_Block", scores: Scores, places: Places, axis: Axis | None, bias_grad: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v: those of keys and values travel behind their blocks, and the own ones stay."""
     wide, dq = saved.q.dtype, torch.zeros_like(saved.q)
     limit = _limit(saved.q, block.v, scores)
     home: _Block | None = None
     behind: _Moving | None = None
-    for step in range(axis.size):
-        owner = (axis.coordinate - step) % axis.size
-        moving = block.depart(places, owner, axis) if step < axis.size - 1 else None
+    steps = 1 if axis is None else axis.size
+    for step in range(steps):
+        owner = 0 if axis is None else (axis.coordinate - step) % steps
+        moving = block.depart(places, owner, axis) if axis is not None and step < steps - 1 else None
         bk, bv = block.k.to(wide), block.v.to(wide)
         made = _Block(torch.zeros_like(bk), torch.zeros_like(bv))
         for tile in tiles(places.queries, places.keys[owner], scores.band, limit):
-            backward_tile(saved, bk, bv, tile, scores, (dq, made.k, made.v), mask_grad)
-        if home is None:
+            backward_tile(saved, bk, bv, tile, scores, (dq, made.k, made.v), bias_grad)
+        if home is None or axis is None:
             home = made
         else:
             if behind is not None:

@@ -37,3 +37,21 @@ def owned_stack(count: int, *params: Tensor) -> Tensor:
     """
     out: Tensor = _Stacked.apply(count, *params)
     return out
+
+
+def gathered(x: Tensor, dim: int, index: Tensor, runs: tuple[tuple[int, int], ...], total: int) -> Tensor:
+    """This shard's term of ``x.gather(dim, index)``: zero where another rank has the element.
+
+    Args:
+        index: of the whole dim. runs: (first index, length) of what this rank holds of it, in local order.
+        total: length of the whole dim.
+
+    Raises:
+        RuntimeError: an index is outside 0 to ``total`` - 1, on every rank alike.
+    """
+    place, mine, at = torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool), 0
+    for start, length in runs:
+        inside = (index >= start) & (index < start + length)
+        place, mine, at = torch.where(inside, index - start + at, place), mine | inside, at + length
+    place = place.masked_fill((index < 0) | (index >= total), x.shape[dim])  # the gather itself refuses it
+    return x.gather(dim, place).masked_fill(~mine, 0.0)

@@ -7,7 +7,7 @@ lose the sum where an additive mask makes every score as low as the dtype goes.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -113,6 +113,11 @@ class State:
             q.new_zeros((*shape, 1), dtype=dtype),
         )
 
+    def begin(self, sink: Tensor) -> None:
+        """Count one more score of every row, [1, H or 1, 1, 1], whose value is 0."""
+        self.top.copy_(sink.to(self.top.dtype).expand_as(self.top))
+        self.total.fill_(1.0)
+
     def merge(self, rows: slice, acc: Tensor, top: Tensor, total: Tensor) -> None:
         """Add a tile's part to the rows."""
         old = self.top[..., rows, :]
@@ -140,55 +145,83 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Scores:
-    """How a tile's scores are made: scale, band, and the mask's own entries.
+    """How a tile's scores are made: scale, cap, bias, what a mask, numbers and the band hide.
 
     Args:
-        mask: bool (True: seen) or float (added), [B or 1, H or 1, S or 1, T of all keys]; None for none.
-        fill: the score of what a bool mask hides; minus infinity where None.
+        mask: bool (True: seen), bias: float (added), each [B or 1, H or 1, S or 1, T of all keys]; None for none.
+        fill: the score of what the mask hides; minus infinity where None.
+        cap: scores are cap tanh(scores / cap), before the bias.
+        ids: numbers of queries [B or 1, S] and of all keys [B or 1, T]: a query sees keys of its own number.
+        by_sum: gradients are those of PyTorch's kernels, which know a row by its log-sum-exp alone.
     """
 
     scale: float
     band: Band
     mask: Tensor | None = None
+    bias: Tensor | None = None
     fill: float | None = None
+    cap: float | None = None
+    ids: tuple[Tensor, Tensor] | None = None
+    by_sum: bool = False
 
     @property
     def by_kernel(self) -> bool:
-        """Whether a fused kernel computes the same: an additive mask needs maximum and sum apart."""
-        return self.mask is None or (self.mask.dtype == torch.bool and self.fill is None)
+        """Whether a fused kernel computes the same: a bias needs maximum and sum apart."""
+        return self.bias is None and self.fill is None and self.cap is None
 
-    def part(self, tile: Tile) -> Tensor | None:
-        """The mask's entries of a tile: its keys lie at their global places."""
-        if self.mask is None:
-            return None
-        columns = slice(tile.key[0], tile.key[0] + tile.key[1]) if self.mask.shape[-1] != 1 else slice(0, 1)
-        return self.mask[..., tile.rows if self.mask.shape[-2] != 1 else slice(0, 1), columns]
+    def dense(self) -> bool:
+        """Whether a tile has entries of its own in memory."""
+        return self.mask is not None or self.bias is not None or self.ids is not None
 
     def seen(self, tile: Tile, device: torch.device) -> Tensor | None:
-        """The bool entries that are seen, band and mask together; None where all are."""
-        part = self.part(tile)
-        part = part if part is not None and part.dtype == torch.bool else None
-        if not tile.cut:
-            return part
-        band = self.band.mask(tile.query, tile.key, device)
-        return band if part is None else part & band
+        """The bool entries that are seen, band, numbers and mask together; None where all are."""
+        part, last = _part(self.mask, tile), self.last(tile, device)
+        return last if part is None else part if last is None else part & last
 
-    def of(self, q: Tensor, k: Tensor, tile: Tile) -> Tensor:
-        """Masked scores [B, G, r, s, t] of q [B, H, s, D] and k [B, G, t, D], H = G r."""
-        scores = grouped(q, k.shape[1]) @ k.unsqueeze(2).transpose(-2, -1) * self.scale
-        part = self.part(tile)
-        if part is not None and part.dtype != torch.bool:
-            scores = scores + grouped(part, k.shape[1]).to(scores.dtype)
-        elif part is not None:
-            scores = scores.masked_fill(~grouped(part, k.shape[1]), -math.inf if self.fill is None else self.fill)
-        if not tile.cut:
-            return scores
-        return scores.masked_fill(~self.band.mask(tile.query, tile.key, q.device), -math.inf)
+    def last(self, tile: Tile, device: torch.device) -> Tensor | None:
+        """What band and numbers leave, bool; None where all is."""
+        band = self.band.mask(tile.query, tile.key, device) if tile.cut else None
+        if self.ids is None:
+            return band
+        keys = self.ids[1][:, tile.key[0] : tile.key[0] + tile.key[1]]
+        same = (self.ids[0][:, tile.rows].unsqueeze(-1) == keys.unsqueeze(-2)).unsqueeze(1)
+        return same if band is None else same & band
+
+    def empty(self, tile: Tile, device: torch.device) -> bool:
+        """Whether nothing of the tile is seen; False where only a value would tell and the code is being compiled."""
+        if not self.dense() or self.fill is not None or torch.compiler.is_compiling():
+            return False
+        seen = self.seen(tile, device)
+        return seen is not None and not bool(seen.any())
+
+    def of(self, q: Tensor, k: Tensor, tile: Tile) -> tuple[Tensor, Tensor | None]:
+        """Scores [B, G, r, s, t] of q [B, H, s, D] and k [B, G, t, D], H = G r, and their slope under the cap."""
+        groups, slope = k.shape[1], None
+        scores = grouped(q, groups) @ k.unsqueeze(2).transpose(-2, -1) * self.scale
+        if self.cap is not None:
+            bounded = torch.tanh(scores / self.cap)
+            scores, slope = bounded * self.cap, 1 - bounded.square()
+        bias, mask, last = _part(self.bias, tile), _part(self.mask, tile), self.last(tile, q.device)
+        if bias is not None:
+            scores = scores + grouped(bias, groups).to(scores.dtype)
+        if mask is not None:
+            scores = scores.masked_fill(~grouped(mask, groups), -math.inf if self.fill is None else self.fill)
+        if last is not None:
+            scores = scores.masked_fill(~grouped(last, groups), -math.inf)
+        return scores, slope
 
     def constant(self, tile: Tile, groups: int) -> Tensor | None:
         """The scores that a finite ``fill`` replaced: no gradient flows through them."""
-        part = self.part(tile)
-        return None if part is None or self.fill is None or part.dtype != torch.bool else ~grouped(part, groups)
+        part = None if self.fill is None else _part(self.mask, tile)
+        return None if part is None else ~grouped(part, groups)
+
+
+def _part(mask: Tensor | None, tile: Tile) -> Tensor | None:
+    """The mask's entries of a tile: its keys lie at their global places."""
+    if mask is None:
+        return None
+    columns = slice(tile.key[0], tile.key[0] + tile.key[1]) if mask.shape[-1] != 1 else slice(0, 1)
+    return mask[..., tile.rows if mask.shape[-2] != 1 else slice(0, 1), columns]
 
 
 def grouped(x: Tensor, groups: int) -> Tensor:
@@ -200,35 +233,41 @@ def grouped(x: Tensor, groups: int) -> Tensor:
 
 def forward_tile(state: State, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scores: Scores) -> None:
     """Merge one tile's attention into ``state``: q [B, H, S, D], k [B, G, T, D], v [B, G, T, E], all wide."""
+    if scores.empty(tile, q.device):
+        return
     q, k, v = q[..., tile.rows, :], k[..., tile.columns, :], v[..., tile.columns, :]
-    if fused(q, v, scores):
+    if scores.by_kernel and fused(q, v):
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, tile.diagonal, attn_mask=_added(q, tile, scores), scale=scores.scale
+            q, k, v, 0.0, tile.diagonal and not scores.dense(), attn_mask=_added(q, tile, scores), scale=scores.scale
         )
-        seen = scores.seen(tile, q.device) if not tile.diagonal else None
+        seen = scores.seen(tile, q.device) if not tile.diagonal or scores.dense() else None
         lse = lse.unsqueeze(-1)
         if seen is not None:  # the kernel returns 0 for rows that see nothing
             some = seen.any(-1, keepdim=True)
             out, lse = out.masked_fill(~some, 0.0), lse.masked_fill(~some, -math.inf)
         state.merge(tile.rows, out, lse, torch.where(lse == -math.inf, 0.0, 1.0))
         return
-    s = scores.of(q, k, tile)
+    s, _ = scores.of(q, k, tile)
     top = s.amax(-1, keepdim=True)
     p = (s - finite(top)).exp()
     acc = p @ v.unsqueeze(2)
     state.merge(tile.rows, acc.flatten(1, 2), top.flatten(1, 2), p.sum(-1, keepdim=True).flatten(1, 2))
 
 
-def fused(q: Tensor, v: Tensor, scores: Scores) -> bool:
-    """Whether torch's flash attention for CPU, which returns the log-sum-exp, computes the tile."""
-    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and scores.by_kernel
+def fused(q: Tensor, v: Tensor) -> bool:
+    """Whether torch's flash attention for CPU, which returns the log-sum-exp, takes such queries and values."""
+    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
 
 
 def _added(q: Tensor, tile: Tile, scores: Scores) -> Tensor | None:
-    seen = None if tile.diagonal else scores.seen(tile, q.device)
-    if seen is None:
+    """What the kernel adds to the scores, or None; of a diagonal tile it knows the triangle itself."""
+    if tile.diagonal and not scores.dense():
         return None
-    return torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, -math.inf)
+    seen, bias = scores.seen(tile, q.device), _part(scores.bias, tile)
+    if seen is None:
+        return None if bias is None else bias.to(q.dtype)
+    base = torch.zeros(seen.shape, dtype=q.dtype, device=q.device) if bias is None else bias.to(q.dtype)
+    return torch.where(seen, base, -math.inf)
 
 
 @dataclass
@@ -241,28 +280,36 @@ class Saved:
     top: Tensor
     total: Tensor
 
+    def of_sink(self, sink: Tensor) -> Tensor:
+        """The gradient of the score that every row has beside those of keys."""
+        p = (sink.to(self.top.dtype) - finite(self.top)).exp() / self.total
+        delta = (self.grad * self.out).sum(-1, keepdim=True)
+        return -(p * delta).sum_to_size(sink.shape).to(sink.dtype)
+
 
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
 def backward_tile(
-    saved: Saved, k: Tensor, v: Tensor, tile: Tile, scores: Scores, grads: Grads, mask_grad: Tensor | None
+    saved: Saved, k: Tensor, v: Tensor, tile: Tile, scores: Scores, grads: Grads, bias_grad: Tensor | None
 ) -> None:
-    """Add one tile's gradients to ``grads`` (of q, k and v) and to the additive mask's."""
+    """Add one tile's gradients to ``grads`` (of q, k and v) and to the bias's."""
+    if scores.empty(tile, saved.q.device):
+        return
     rows, columns = tile.rows, tile.columns
     q, out, grad = saved.q[..., rows, :], saved.out[..., rows, :], saved.grad[..., rows, :]
     k, v = k[..., columns, :], v[..., columns, :]
     top, total = saved.top[..., rows, :], saved.total[..., rows, :]
-    if fused(q, v, scores):
+    if (scores.by_kernel or scores.by_sum) and fused(q, v):
         lse = finite(top + total.log()).squeeze(-1)
+        causal = tile.diagonal and not scores.dense()
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, tile.diagonal, attn_mask=_added(q, tile, scores), scale=scores.scale
+            grad, q, k, v, out, lse, 0.0, causal, attn_mask=_added(q, tile, scores), scale=scores.scale
         )
     else:
         dq, dk, dv, ds = _backward_plain(saved, k, v, tile, scores)
-        if mask_grad is not None:
-            part = replace(scores, mask=mask_grad).part(tile)
-            assert part is not None
+        part = _part(bias_grad, tile)
+        if part is not None:
             part += ds.flatten(1, 2).sum_to_size(part.shape)
     grads[0][..., rows, :] += dq
     grads[1][..., columns, :] += dk
@@ -272,11 +319,12 @@ def backward_tile(
 def _backward_plain(
     saved: Saved, k: Tensor, v: Tensor, tile: Tile, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and of the scores."""
+    """Gradients of q, k, v and of the bias."""
     q, out, grad, top, total = (x[..., tile.rows, :] for x in (saved.q, saved.out, saved.grad, saved.top, saved.total))
     groups = k.shape[1]
     weight = torch.where(total > 0, 1.0 / total, 0.0)
-    p = (scores.of(q, k, tile) - grouped(finite(top), groups)).exp() * grouped(weight, groups)
+    values, slope = scores.of(q, k, tile)
+    p = (values - grouped(finite(top), groups)).exp() * grouped(weight, groups)
     g = grouped(grad, groups)
     dv = (p.transpose(-2, -1) @ g).sum(2)
     dp = g @ v.unsqueeze(2).transpose(-2, -1)
@@ -284,6 +332,7 @@ def _backward_plain(
     constant = scores.constant(tile, groups)
     if constant is not None:
         ds = ds.masked_fill(constant, 0.0)
-    dq = (ds @ k.unsqueeze(2) * scores.scale).flatten(1, 2)
-    dk = (ds.transpose(-2, -1) @ grouped(q, groups) * scores.scale).sum(2)
+    raw = (ds if slope is None else ds * slope) * scores.scale
+    dq = (raw @ k.unsqueeze(2)).flatten(1, 2)
+    dk = (raw.transpose(-2, -1) @ grouped(q, groups)).sum(2)
     return dq, dk, dv, ds

@@ -10,6 +10,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import tensor_args
 from autopar.rules.arguments import arguments, shape_of, with_arguments
 from autopar.rules.table import aten, relation
+from autopar.solve.annotate import layout_of
 from autopar.solve.sequence import head_ranks, heads_shard, wanted_of
 
 
@@ -28,9 +29,11 @@ def repeat_keys(graph: fx.Graph, node: fx.Node, mesh: Mesh, axis: str) -> None:
     have = {n: wanted_of(node, known[n]) for n in ("k", "v")}
     first = wanted_of(node, known["q"])
     made = {n: _repeated(graph, node, known[n], have[n], wanted // groups) for n in ("k", "v")}
-    mask = [] if known["mask"] is None else [wanted_of(node, known["mask"])]
+    rest = (
+        list(node.meta["requires"][3:]) if node.meta.get("requires") else [layout_of(x) for x in tensor_args(node)[3:]]
+    )
     with_arguments(node, **made, enable_gqa=shape_of(known["q"])[-3] != wanted)
-    node.meta["requires"] = (first, *_keys(node, first, made), *mask)
+    node.meta["requires"] = (first, *_keys(node, first, made), *rest)
 
 
 def _repeated(graph: fx.Graph, node: fx.Node, x: fx.Node, layout: Layout, times: int) -> fx.Node:

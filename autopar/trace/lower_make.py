@@ -129,7 +129,8 @@ def index_(b: Builder, x: fx.Node, indices: list[Any]) -> fx.Node:
     """Indexing by iotas is a view: each indexed dim is cut and moved to where its iota varies."""
     read = _iotas(x, indices)
     if read is None:
-        return b.emit(aten.index.Tensor, x, list(indices))
+        picked = None if any(i is None for i in indices) else _picked(b, x, indices)
+        return b.emit(aten.index.Tensor, x, list(indices)) if picked is None else picked
     first, taken = read
     wide = broadcast(*(shape(i) for i in indices if i is not None))
     for d, (_, start, n) in taken.items():
@@ -142,6 +143,24 @@ def index_(b: Builder, x: fx.Node, indices: list[Any]) -> fx.Node:
     s = shape(x)
     narrow = b.reshape(x, (*s[:first], *middle, *s[last + 1 :]))
     return b.expand(narrow, (*s[:first], *wide, *s[last + 1 :]))
+
+
+def _picked(b: Builder, x: fx.Node, indices: list[fx.Node]) -> fx.Node | None:
+    """``x[arange(n), index]``, one element of each row: a gather, whose rows stay rows."""
+    *rows, index = indices
+    size, wide = shape(x), broadcast(*(shape(i) for i in indices))
+    if len(rows) != len(wide) or not rows or dtype(index) == torch.bool or len(size) < len(indices):
+        return None
+    for d, row in enumerate(rows):
+        line = affine(row)
+        if line is None or line.const or line.terms != ((d - len(wide), 1),) or wide[d] != size[d]:
+            return None
+    at, rest = len(rows), size[len(indices) :]
+    index = b.expand(index, wide)
+    negative = b.emit(aten.lt.Scalar, index, 0)  # counts from the end; what is no index at all stays none
+    place = b.emit(aten.where.self, negative, b.emit(aten.add.Tensor, index, size[at]), index)
+    place = b.expand(b.reshape(place, (*wide, 1, *(1 for _ in rest))), (*wide, 1, *rest))
+    return b.reshape(gather(b, x, at, place), (*wide, *rest))
 
 
 def _iotas(x: fx.Node, indices: list[Any]) -> tuple[int, dict[int, tuple[int, int, int]]] | None:

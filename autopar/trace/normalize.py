@@ -1,8 +1,8 @@
 """An exported graph to normal form: functional, few ops, explicit sizes, dims counted from the front.
 
 The lowerings are in ``lower_shape`` (views, cuts), ``lower_make`` (constants, indexing), ``lower_math`` (reductions,
-norms, arithmetic), ``lower_nn`` (attention, losses) and ``lower_random`` (dropout, noise). An op without a lowering
-stays as it is, or is written in smaller ones where torch itself composes it.
+norms, arithmetic), ``lower_nn`` (attention, losses), ``lower_random`` (dropout, noise) and ``lower_einsum``. An op
+without a lowering stays as it is, or is written in smaller ones where torch itself composes it.
 """
 
 import operator
@@ -15,13 +15,14 @@ from torch.utils._pytree import tree_map_only
 from autopar.errors import AutoparError
 from autopar.ir import edit
 from autopar.ir.program import Spec
-from autopar.trace import lower_make, lower_math, lower_nn, lower_random, lower_shape, places
+from autopar.trace import lower_einsum, lower_make, lower_math, lower_nn, lower_random, lower_shape, places
 from autopar.trace.builder import LOWERINGS, Builder
 from autopar.trace.export import Exported
 from autopar.trace.splice import LAYER, Layers
 
 aten = torch.ops.aten
-assert lower_make and lower_math and lower_nn and lower_random and lower_shape  # imported for what they register
+# imported for what they register
+assert lower_einsum and lower_make and lower_math and lower_nn and lower_random and lower_shape
 
 KEPT = {  # composed by torch, but whole in the IR because a rule or a kernel knows them whole
     aten.linear.default,

@@ -92,15 +92,28 @@ def seen_where(mask: fx.Node) -> tuple[list[Affine] | None, Any]:
 
 
 def _added(mask: fx.Node) -> list[Affine] | None:
-    """``where(seen, 0, lowest)``, ``where(hidden, lowest, 0)`` or ``masked_fill(0, hidden, lowest)``."""
+    """When an entry of a mask that is added is seen."""
+    found = seen_parts(mask)
+    if found is None:
+        return None
+    test, hidden, _ = found
+    return _opposite(conditions(test)) if hidden else conditions(test)
+
+
+def seen_parts(mask: fx.Node) -> tuple[fx.Node, bool, float] | None:
+    """``where(seen, 0, lowest)``, ``where(hidden, lowest, 0)`` or ``masked_fill(0, hidden, lowest)``.
+
+    Returns the bool value, whether it says what is hidden, and the number that hides.
+    """
+    args: Any = mask.args
     if mask.target is aten.where.self:
-        test, yes, no = mask.args
+        test, yes, no = args
         if _is_zero(yes) and _hides(no, mask):
-            return conditions(test)
+            return test, False, float(_constant(no))
         if _hides(yes, mask) and _is_zero(no):
-            return _opposite(conditions(test))
-    if mask.target is aten.masked_fill.Scalar and _is_zero(mask.args[0]) and _hides(mask.args[2], mask):
-        return _opposite(conditions(mask.args[1]))
+            return test, True, float(_constant(yes))
+    if mask.target is aten.masked_fill.Scalar and _is_zero(args[0]) and _hides(args[2], mask):
+        return args[1], True, float(_constant(args[2]))
     return None
 
 

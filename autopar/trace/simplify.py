@@ -8,19 +8,28 @@ from torch import fx
 from autopar.ir import edit
 from autopar.ir.program import Spec
 from autopar.trace.builder import element_of
+from autopar.trace.mask_parts import take_masks_apart
 from autopar.trace.recognize import recognize_masks
 from autopar.trace.recognize_attention import recognize_attention
+from autopar.trace.shifted import count_no_others
 
 aten = torch.ops.aten
 
 
-def simplify(graph: fx.Graph) -> None:
-    """All rewrites, in order. Needs ``meta["diff"]``; nodes that it adds have none."""
+def simplify(graph: fx.Graph, apart: bool = False) -> None:
+    """All rewrites, in order. Needs ``meta["diff"]``; nodes that it adds have none.
+
+    Args:
+        apart: for a sequence that is shared out: say of masks what they are made of, and take losses of all positions.
+    """
     drop_idle_detach(graph)
     edit.merge_equal(graph, scope=lambda n: n.meta.get("call"))
     slices_to_split(graph)
     recognize_attention(graph)
     recognize_masks(graph)
+    if apart:
+        take_masks_apart(graph)
+        count_no_others(graph)
     edit.drop_dead(graph)
 
 

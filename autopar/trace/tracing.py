@@ -80,7 +80,7 @@ def finish(exported: Exported, mesh: Mesh, inputs: tuple[Input, ...], rows: tupl
         if "input" in node.meta:
             node.meta["name"] = inputs[node.meta["input"]].name
     mark_differentiable(graph, params)
-    simplify(graph)
+    simplify(graph, apart=mesh.size("cp") > 1)
     mark_differentiable(graph, params)
     outputs = _outputs(graph, exported, inputs, rows)
     kept = {n.meta["param"] for n in graph.find_nodes(op="placeholder") if "param" in n.meta}

@@ -62,6 +62,22 @@ class Documents(Heads):
         return x + self.join(F.scaled_dot_product_attention(*self.split(x), attn_mask=mask))
 
 
+class Window(Heads):
+    """A token sees the last ``width`` of its own document that are no padding, or those that are near both ways."""
+
+    def __init__(self, width: int = 5, causal: bool = True) -> None:
+        super().__init__()
+        self.width, self.causal = width, causal
+
+    def forward(self, x: Tensor, keep: Tensor, document: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1])
+        apart = place[:, None] - place[None]
+        near = (apart < self.width) & (apart >= 0 if self.causal else apart > -self.width)
+        same = document[:, None, :, None] == document[:, None, None, :]
+        mask = near & same & keep[:, None, None, :]
+        return x + self.join(F.scaled_dot_product_attention(*self.split(x), attn_mask=mask))
+
+
 class Biased(Heads):
     """A learned bias of the scores, one for each distance."""
 
@@ -96,6 +112,36 @@ class Written(Heads):
         else:
             scores = scores + (~seen).to(scores.dtype) * lowest
         return x + self.join(scores.softmax(-1) @ v)
+
+
+class Sink(Heads):
+    """A learned score of every head beside those of keys; ``shift`` is subtracted from all of a query."""
+
+    def __init__(self, groups: int = HEADS, shift: str = "") -> None:
+        super().__init__(HEADS, groups)
+        self.shift = shift
+        self.sink = nn.Parameter(torch.linspace(-1.0, 2.0, HEADS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        k, v = (y.repeat_interleave(HEADS // self.groups, 1) for y in (k, v))
+        scores = q @ k.transpose(-1, -2)
+        scores = scores + torch.full_like(scores, float("-inf")).triu(1)
+        sink = self.sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], -1)
+        if self.shift == "max":
+            scores = scores - scores.max(-1, keepdim=True).values
+        elif self.shift == "mean":
+            scores = scores - scores[..., 1:].clamp(min=-9).mean(-1, keepdim=True)
+        return x + self.join(scores.softmax(-1)[..., :-1] @ v)
+
+
+class Columns(Heads):
+    """The softmax runs over queries."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        return self.join((q @ k.transpose(-1, -2)).softmax(-2) @ v)
 
 
 class Cross(nn.Module):
@@ -147,3 +193,22 @@ class Recurrent(nn.Module):
             state = 0.5 * state + x[:, t]
             out.append(state)
         return torch.stack(out, 1)
+
+
+class Shifted(nn.Module):
+    """Predicts the next token, or the one before: the loss is of a cut of the positions, in one of several forms."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.attend, self.head = form, Attend(), nn.Linear(D, 7)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        y: Tensor = self.head(self.attend(x))
+        if self.form == "next":
+            return F.cross_entropy(y[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        if self.form == "before":
+            return F.cross_entropy(y[:, 2:].transpose(1, 2), labels[:, :-2], reduction="sum", ignore_index=3)
+        if self.form == "both":
+            return F.cross_entropy(y.float()[:, 1:-1].reshape(-1, 7), labels[:, 2:].reshape(-1))
+        each = F.cross_entropy(y[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+        return (each * torch.arange(len(each))).sum()

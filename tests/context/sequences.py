@@ -3,17 +3,24 @@
 import math
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.ir.layout import Layout, plain_shard, zigzag_shard
 from autopar.ir.mesh import Mesh
 from autopar.ir.runs import Run, runs_of
+from autopar.ir.scores import Masks, capped, with_sink
 from autopar.runtime.axis import Axis
 from autopar.runtime.ring import ring_attention
 
-KINDS = ("none", "causal", "bool", "added", "padding", "documents", "lowest", "large", "hidden", "written")
+KINDS = (
+    "none", "causal", "bool", "added", "padding", "documents", "lowest", "large", "hidden", "written",
+    "lowest-written", "window", "numbers", "capped", "sink", "biased",
+)  # fmt: skip
+LOWEST = torch.finfo(torch.float64).min
 
 
 def runs(length: int, ways: int, zigzag: bool) -> tuple[tuple[Run, ...], ...]:
@@ -25,13 +32,21 @@ def runs(length: int, ways: int, zigzag: bool) -> tuple[tuple[Run, ...], ...]:
 
 
 def take(x: Tensor, held: tuple[Run, ...], dim: int) -> Tensor:
-    """What the runs hold."""
-    return torch.cat([x.narrow(dim, s, n) for s, n in held], dim)
+    """What the runs hold; all of a dim of length 1."""
+    return x if x.shape[dim] == 1 else torch.cat([x.narrow(dim, s, n) for s, n in held], dim)
+
+
+def own(x: Tensor) -> Tensor:
+    """A leaf of the same values, which takes a gradient if ``x`` does."""
+    return x.detach().clone().requires_grad_(x.requires_grad)
 
 
 @dataclass
 class Case:
-    """One attention in double precision, its masks, and the order in which ``ways`` ranks hold the sequence."""
+    """One attention in double precision, its masks, and the order in which ``ways`` ranks hold the sequence.
+
+    ``beside``: what else is by query: mask, bias and sink.
+    """
 
     ways: int
     q: Tensor
@@ -40,10 +55,12 @@ class Case:
     grad: Tensor
     queries: tuple[tuple[Run, ...], ...]
     keys: tuple[tuple[Run, ...], ...]
-    mask: Tensor | None = None
+    beside: dict[str, Tensor] = field(default_factory=dict)
     causal: bool = False
     fill: float | None = None
-    tensors: list[Tensor] = field(default_factory=list)
+    cap: float | None = None
+    band: tuple[int | None, int | None] | None = None
+    ids: tuple[Tensor, Tensor] | None = None
 
     @staticmethod
     def random(seed: int) -> "Case":
@@ -60,88 +77,117 @@ class Case:
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=made, dtype=torch.float64)
 
-        case = Case(
-            ways, normal(batch, heads, length, width), normal(batch, groups, keys, width),
-            normal(batch, groups, keys, wide or width), normal(batch, heads, length, wide or width),
-            runs(length, ways, zigzag), runs(keys, ways, zigzag),
-        )  # fmt: skip
-        case.masked(kind, pick, made)
+        q, k = normal(batch, heads, length, width), normal(batch, groups, keys, width)
+        v, grad = normal(batch, groups, keys, wide or width), normal(batch, heads, length, wide or width)
+        case = Case(ways, q, k, v, grad, runs(length, ways, zigzag), runs(keys, ways, zigzag))
+        case.hide(kind, pick, made)
+        case.shift(kind, pick, made)
         return case
 
-    def masked(self, kind: str, pick: Random, made: torch.Generator) -> None:
-        """Give the case its mask."""
+    def hide(self, kind: str, pick: Random, made: torch.Generator) -> None:
+        """Give the case what hides keys from queries."""
         batch, heads, s = self.q.shape[:3]
         t = self.k.shape[2]
-
-        def some(*shape: int) -> Tensor:
-            return torch.rand(shape, generator=made) > 0.5
-
-        self.causal = kind in ("causal", "large")
+        self.causal = kind in ("causal", "large") or (kind in ("capped", "sink", "biased") and pick.random() < 0.3)
         if kind == "large":
             self.q, self.k = self.q * 10, self.k * 3
-        if kind in ("bool", "hidden", "written"):
-            self.mask = some(pick.choice([1, batch]), pick.choice([1, heads]), s, t)
-        if kind in ("hidden", "written"):
-            assert self.mask is not None
-            self.mask[:, :, s // 2 :] = False
-        if kind == "written":
-            self.fill = pick.choice([torch.finfo(torch.float64).min, -1e4, -3.0])
-        if kind == "added":
-            shape = pick.choice([1, batch]), pick.choice([1, heads]), pick.choice([1, s]), t
-            self.mask = torch.randn(shape, generator=made, dtype=torch.float64).requires_grad_()
+        some = torch.rand(pick.choice([1, batch]), pick.choice([1, heads]), s, t, generator=made) > 0.5
+        if kind in ("hidden", "written", "biased"):
+            some[:, :, s // 2 :] = False
+        if kind in ("bool", "hidden", "written", "biased") or (kind in ("capped", "sink") and pick.random() < 0.5):
+            self.beside["mask"] = some
+        if kind == "written" or ("mask" in self.beside and kind in ("capped", "sink", "biased") and not self.causal):
+            self.fill = pick.choice([LOWEST, -1e4, -3.0])
         if kind == "padding":
-            self.mask = torch.arange(t).view(1, 1, 1, t) < torch.tensor([t] * (batch - 1) + [t // 2]).view(-1, 1, 1, 1)
-        if kind == "documents":
+            ends = torch.tensor([t] * (batch - 1) + [t // 2]).view(-1, 1, 1, 1)
+            self.beside["mask"] = torch.arange(t).view(1, 1, 1, t) < ends
+        if kind in ("documents", "numbers"):
             a, b = (torch.randint(0, 3, (batch, n), generator=made).sort(-1).values for n in (s, t))
-            self.mask = a[:, None, :, None] == b[:, None, None, :]
-        if kind == "lowest":  # whole blocks of the lowest number: a log-sum-exp cannot tell how many
-            lowest = torch.finfo(torch.float64).min
-            self.mask = torch.zeros(batch, 1, s, t, dtype=torch.float64).masked_fill(some(batch, 1, s, t), lowest)
-            self.mask[:, :, : s // 2] = lowest
+            if kind == "numbers":
+                self.ids = (a, b)
+            else:
+                self.beside["mask"] = a[:, None, :, None] == b[:, None, None, :]
+        if kind == "window" or (kind == "numbers" and pick.random() < 0.5):
+            low = pick.choice([None, -3, 0, 2])
+            self.band = (
+                low,
+                None if pick.random() < 0.3 and low is not None else max(low or 0, 0) + pick.randint(0, 9),
+            )
+
+    def shift(self, kind: str, pick: Random, made: torch.Generator) -> None:
+        """Give the case what is added to scores, or bounds them, or stands beside them."""
+        batch, heads, s = self.q.shape[:3]
+        t = self.k.shape[2]
+        shape = pick.choice([1, batch]), pick.choice([1, heads]), pick.choice([1, s]), t
+        if kind in ("added", "biased"):
+            values = torch.randn(shape, generator=made, dtype=torch.float64).requires_grad_()
+            self.beside["mask" if kind == "added" else "bias"] = values
+        if kind in ("lowest", "lowest-written"):  # whole rows of the lowest number: a log-sum-exp cannot tell how many
+            hidden = torch.rand(batch, 1, s, t, generator=made) > 0.5
+            self.beside["mask"] = torch.zeros(batch, 1, s, t, dtype=torch.float64).masked_fill(hidden, LOWEST)
+            self.beside["mask"][:, :, : s // 2] = LOWEST
+            self.fill = 0.0 if kind == "lowest-written" else None
+        if kind == "capped" or (kind == "sink" and pick.random() < 0.3):
+            self.cap = pick.choice([0.5, 3.0, 30.0])
+        if kind == "sink":
+            values = torch.randn(1, pick.choice([1, heads]), 1, 1, generator=made, dtype=torch.float64)
+            self.beside["sink"] = values.requires_grad_()
 
     def whole(self) -> list[Tensor]:
-        """Output and gradients of q, k, v (and of an added mask) of the unsharded attention, step by step."""
+        """Output and gradients of q, k, v (and of what is beside them) of the unsharded attention.
+
+        What a model asks of PyTorch's kernel with a mask of numbers is what that gives; all else is step by step.
+        """
         leaves = [x.clone().requires_grad_() for x in (self.q, self.k, self.v)]
-        mask = None if self.mask is None else self.mask.detach().clone().requires_grad_(self.mask.requires_grad)
-        q, (k, v) = leaves[0], (x.repeat_interleave(self.q.shape[1] // x.shape[1], 1) for x in leaves[1:])
-        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-        if self.causal:
-            scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
-        if mask is not None and mask.dtype == torch.bool:
-            scores = scores.masked_fill(~mask, -math.inf if self.fill is None else self.fill)
-        elif mask is not None:
-            scores = scores + mask
-        out = torch.ops.aten._safe_softmax(scores, -1) @ v
+        beside = {n: own(x) for n, x in self.beside.items()}
+        mask = beside.get("mask")
+        if mask is not None and mask.dtype != torch.bool and self.fill is None:
+            out = F.scaled_dot_product_attention(*leaves, mask, enable_gqa=True)
+        else:
+            out = self._steps(*leaves, beside)
         out.backward(self.grad)
-        return [
-            out.detach(),
-            *(x.grad for x in [*leaves, *([mask] if mask is not None and mask.requires_grad else [])]),
-        ]
+        return self._results(out, leaves, beside)
+
+    def _steps(self, q: Tensor, k: Tensor, v: Tensor, beside: dict[str, Tensor]) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = capped(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, self.cap)
+        masks = Masks(beside.get("mask"), self.causal, self.fill, beside.get("bias"), self.band, *(self.ids or ()))
+        scores = masks.hide(scores)
+        if "sink" in beside:
+            return with_sink(scores, beside["sink"]) @ v
+        return torch.ops.aten._safe_softmax(scores, -1) @ v
 
     def part(self, axis: Axis) -> list[Tensor]:
         """The same of one rank's part."""
         c = axis.coordinate
         leaves = [take(self.q, self.queries[c], 2), *(take(x, self.keys[c], 2) for x in (self.k, self.v))]
         leaves = [x.clone().requires_grad_() for x in leaves]
-        mask = self.mask
-        if mask is not None:
-            mask = mask.detach() if mask.shape[-2] == 1 else take(mask.detach(), self.queries[c], -2)
-            mask = mask.clone().requires_grad_(self.mask is not None and self.mask.requires_grad)
-        out = ring_attention(*leaves, mask, self.causal, None, self.fill, self.queries[c], self.keys, axis)
+        beside = {
+            n: take(x.detach(), self.queries[c], -2).clone().requires_grad_(x.requires_grad)
+            for n, x in self.beside.items()
+        }
+        ids: Any = None if self.ids is None else (take(self.ids[0], self.queries[c], 1), self.ids[1])
+        out = ring_attention(
+            *leaves, beside.get("mask"), self.causal, None, self.fill, self.queries[c], self.keys, axis,
+            beside.get("bias"), beside.get("sink"), self.cap, self.band, *(ids or ()),
+        )  # fmt: skip
         out.backward(take(self.grad, self.queries[c], 2))
-        return [
-            out.detach(),
-            *(x.grad for x in [*leaves, *([mask] if mask is not None and mask.requires_grad else [])]),
-        ]
+        return self._results(out, leaves, beside)
+
+    @staticmethod
+    def _results(out: Tensor, leaves: list[Tensor], beside: dict[str, Tensor]) -> list[Tensor]:
+        grads = [x.grad for x in (*leaves, *beside.values()) if x.requires_grad]
+        assert all(g is not None for g in grads)
+        return [out.detach(), *grads]  # type: ignore[list-item]
 
     def joined(self, parts: list[list[Tensor]]) -> list[Tensor]:
         """The whole tensors that the ranks' parts stand for."""
         out = []
-        for i, like in enumerate([self.grad, self.q, self.k, self.v, self.mask][: len(parts[0])]):
-            assert like is not None
+        beside = [x for x in self.beside.values() if x.requires_grad]
+        for i, like in enumerate([self.grad, self.q, self.k, self.v, *beside]):
             whole = torch.zeros_like(like).detach()
             for c, part in enumerate(parts):
-                if i == 4 and whole.shape[-2] == 1:
+                if i > 3 and whole.shape[-2] == 1:
                     whole += part[i]
                     continue
                 at = 0
@@ -156,4 +202,5 @@ class Case:
         got, want = self.joined(parts), self.whole()
         output = float((got[0] - want[0]).abs().max() / want[0].abs().max().clamp_min(1e-300))
         largest = max(float(w.abs().max()) for w in want[1:])
-        return max(output, *(float((g - w).abs().max()) / largest for g, w in zip(got[1:], want[1:], strict=True)))
+        error = max(output, *(float((g - w).abs().max()) / largest for g, w in zip(got[1:], want[1:], strict=True)))
+        return error if math.isfinite(error) else math.inf

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cli.models import load
-from tests.context.models import Attend, Biased, Cross, Documents, Pooled, Written, rows
+from tests.context.models import Attend, Biased, Cross, Documents, Pooled, Shifted, Sink, Window, Written, rows
 
 
 def squares(out: Tensor) -> Tensor:
@@ -32,12 +32,17 @@ CASES: list[tuple[str, Any, tuple[Any, ...], str, tuple[str, ...]]] = [
     ("uneven", Attend, (rows(13),), "cp=2", BOTH),
     ("whole", lambda: Attend(is_causal=False), (rows(13),), "cp=4", BOTH),
     ("documents", Documents, (rows(), torch.arange(16).repeat(2, 1) // 5), "cp=2", BOTH),
+    ("window", Window, (rows(), keep(), torch.arange(16).repeat(2, 1) // 7), "cp=2", BOTH),
+    ("near", lambda: Window(3, False), (rows(13), keep(13), torch.arange(13).repeat(2, 1) // 7), "cp=4", BOTH),
     ("learned-bias", Biased, (rows(),), "cp=2", BOTH),
     ("cross", Cross, (rows(), rows(9, seed=2)), "cp=2", BOTH),
     ("pooled", Pooled, (rows(),), "dp=2,cp=2", BOTH),
     ("where", Written, (rows(), keep()), "cp=2", BOTH),
     ("filled", lambda: Written("fill", -1e4), (rows(), keep()), "cp=2", ("ring",)),
     ("added", lambda: Written("add"), (rows(), keep()), "cp=2", ("ring",)),
+    ("capped", lambda: Written(cap=2.0), (rows(), keep()), "cp=2", BOTH),
+    ("sink", Sink, (rows(),), "cp=4", (*BOTH, "ring:2+ulysses:2")),
+    ("grouped-sink", lambda: Sink(2), (rows(13),), "cp=2", BOTH),
 ]
 
 
@@ -52,6 +57,24 @@ def test_equals_the_unsharded_model(make: Any, args: tuple[Any, ...], mesh: str,
     assert report.ok and report.tolerance == 1e-10, str(report)
 
 
+@pytest.mark.parametrize("kind", [*BOTH, "ring:2+ulysses:2"])
+@pytest.mark.parametrize("form", ["next", "before", "both"])
+def test_losses_of_a_part_of_the_positions(form: str, kind: str) -> None:
+    """Labels shifted by cutting logits, also where each run of a rank would be cut into another number of pieces."""
+    torch.manual_seed(0)
+    labels = torch.randint(0, 7, (2, 16), generator=torch.Generator().manual_seed(3))
+    labels[0, :9] = -100 if form != "before" else 3
+    report = autopar.verify(Shifted(form), "cp=4", args=(rows(), labels), strategy=f"context_parallel={kind}")
+    assert report.ok, str(report)
+
+
+def test_losses_that_are_weighed_stay_cut() -> None:
+    labels = torch.randint(0, 7, (2, 16), generator=torch.Generator().manual_seed(3))
+    torch.manual_seed(0)
+    report = autopar.verify(Shifted("weighed"), "cp=2", args=(rows(), labels), strategy="context_parallel=ulysses")
+    assert report.ok, str(report)
+
+
 @pytest.mark.parametrize(
     ("family", "mesh", "strategy"),
     [
@@ -62,6 +85,10 @@ def test_equals_the_unsharded_model(make: Any, args: tuple[Any, ...], mesh: str,
         ("bert", "cp=2", "context_parallel=ring"),
         ("gpt2", "cp=2,tp=2", "context_parallel=ulysses"),
         ("t5", "cp=2", "context_parallel=ring"),
+        ("deepseek", "cp=2", "context_parallel=ring"),
+        ("deepseek", "cp=4", "context_parallel=ulysses"),
+        ("gemma2", "cp=2", "context_parallel=ring"),
+        ("gemma2", "cp=2", "context_parallel=ulysses"),
     ],
     ids=lambda value: value or "-",
 )

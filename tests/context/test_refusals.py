@@ -3,14 +3,13 @@
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from autopar.compile import lower
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
 from autopar.strategy import Strategy
-from tests.context.models import Attend, Convolved, Recurrent, Written, rows
+from tests.context.models import Attend, Columns, Convolved, Recurrent, rows
 
 
 def refused(model: nn.Module, args: tuple[Any, ...], mesh: str, strategy: str) -> AutoparError:
@@ -26,7 +25,7 @@ CASES: list[tuple[str, Any, tuple[Any, ...], str, str, list[str]]] = [
     ("ulysses-heads", lambda: Attend(6, 6), (rows(),), "cp=4", "context_parallel=ulysses", ["6 heads", "1, 2, 3, 6"]),
     ("whole-sequence", Convolved, (rows(),), "cp=2", "", ["conv", "conv1d"]),
     ("sequence-scan", Recurrent, (rows(),), "cp=2", "", ["recurrence", "16"]),
-    ("whole-sequence", lambda: Written(cap=2.0), (rows(), torch.ones(2, 16, dtype=torch.bool)), "cp=2", "", ["cap"]),
+    ("whole-sequence", Columns, (rows(),), "cp=2", "", ["softmax"]),
 ]
 
 

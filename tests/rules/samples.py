@@ -117,6 +117,23 @@ def _attention(r: Random) -> list[Call]:
     ]  # fmt: skip
 
 
+def _hidden(r: Random) -> list[Call]:
+    """Masks of several parts, caps, sinks; heads in groups, and what broadcasts over rows, heads and queries."""
+    q, k, v = r(2, 4, 12, 2), r(2, 2, 12, 2), r(2, 2, 12, 3)
+    ids = r.ints(3, 2, 12)
+    some, padding = r.bools(2, 1, 12, 12), r.bools(2, 1, 1, 12)
+    return [
+        a(q, k, v, some, enable_gqa=True, bias=r(1, 4, 12, 12), fill=-2.0),
+        a(q, r(2, 4, 12, 2), r(2, 4, 12, 2), some, enable_gqa=False, cap=0.7, fill=-2.0),
+        a(q, k, v, None, 0.0, True, enable_gqa=True, bias=r(4, 1, 12), sink=r(1, 4, 1, 1)),
+        a(q, k, v, padding, 0.0, True, enable_gqa=True),
+        a(q, k, v, enable_gqa=True, band=(-2, 3)),
+        a(q, k, v, enable_gqa=True, query_ids=ids, key_ids=ids + 0),
+        a(q, k, v, padding, enable_gqa=True, band=(0, 5), query_ids=ids[:1], key_ids=ids),
+        a(q, k, v, enable_gqa=True, sink=r(1, 1, 1, 1), cap=2.0, query_ids=ids, key_ids=ids[1:] + 0),
+    ]  # fmt: skip
+
+
 def _rings(r: Random) -> list[Call]:
     """Longer sequences, so that every coordinate has two chunks; other key lengths; masks by row and written out."""
     q, k, v = r(2, 4, 12, 2), r(2, 2, 12, 2), r(2, 2, 12, 3)
@@ -229,8 +246,10 @@ MAKE: dict[Any, Make] = {
     aten.conv3d.default: _conv(3),
     aten.embedding.default: _embedding,
     ops.token_loss: _loss,
-    ops.attention: _attention,
-    ops.ring_attention: lambda r: [(args, {**kwargs, "axis": "tp"}) for args, kwargs in [*_attention(r), *_rings(r)]],
+    ops.attention: lambda r: [*_attention(r), *_hidden(r)],
+    ops.ring_attention: lambda r: [
+        (args, {**kwargs, "axis": "tp"}) for args, kwargs in [*_attention(r), *_rings(r), *_hidden(r)]
+    ],
     aten.sum.default: lambda r: [*_full(r), a(r.ints(5, 6, 12)), a(r.bools(6))],
     aten.sum.dim_IntList: _many,
     aten.mean.default: _full,

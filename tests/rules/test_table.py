@@ -15,6 +15,7 @@ from autopar.rules.attention import Attention
 from autopar.rules.relation import Assignment, Grouped
 from autopar.rules.strategies import legal
 from autopar.rules.table import TABLE, aten, relation
+from autopar.runtime.shards import gathered
 from tests.rules.execute import Op, check
 from tests.rules.samples import MAKE, Random, calls
 
@@ -73,7 +74,7 @@ BLOCKED = [  # op, its call, and the port and dim that must not be sharded
     (aten.convolution.default, (R(2, 4, 6), R(4, 4, 3), None, [1], [1], [1], False, [0], 1), 0, 2),
     (aten.convolution.default, (R(2, 4, 6), R(4, 2, 2), None, [1], [0], [1], False, [0], 2), 1, 1),
     (aten.embedding.default, (R(6, 4), torch.tensor([1, 1, 1, 2]), -1, True), 1, 0),
-    (aten.gather.default, (R(4, 6), 1, R.ints(6, 4, 6)), 0, 1),
+    (aten.scatter.src, (R(4, 6), 1, R.ints(6, 4, 6), R(4, 6)), 0, 1),
     (aten.constant_pad_nd.default, (R(4, 6), [-1, 1]), 0, 1),
     (ops.attention, (Q, K, V), 1, 2),
     (ops.attention, (Q, K, V, None, 0.0, True), 0, 2),
@@ -98,6 +99,13 @@ def test_a_blocked_dim_would_be_wrong_and_is_refused(target, args, port, dim):
     assert not legal(op.node, a.inputs, a.outputs)
     with pytest.raises((AssertionError, RuntimeError)):
         check(op, a, 2)
+
+
+@pytest.mark.parametrize("index", [-1, 6])
+def test_an_index_that_no_rank_has_is_refused_by_all(index):
+    for runs in ([(0, 3)], [(3, 3)]):
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            gathered(R(4, 3), 1, torch.full((4, 1), index), tuple(runs), 6)
 
 
 def test_a_shard_that_cuts_a_group_of_channels_is_refused():

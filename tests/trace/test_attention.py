@@ -13,7 +13,7 @@ from autopar.ir.evaluate import evaluate
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.rules.arguments import arguments
-from tests.context.models import HEADS, D, Heads, Written, rows
+from tests.context.models import Columns, D, Heads, Sink, Written, rows
 
 
 def traced(model: nn.Module, *args: Tensor) -> Program:
@@ -34,18 +34,24 @@ def kept(seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("lowest", [None, -1e4, -2.0])
 @pytest.mark.parametrize("hide", ["where", "fill", "add"])
 def test_the_same_values_and_gradients(hide: str, lowest: float | None) -> None:
-    torch.manual_seed(0)
-    model, x = Written(hide, lowest).double(), rows().double()
-    program = traced(model, x, kept())
-    (attention,) = found(program)
+    attention = exact(Written(hide, lowest), kept())
     assert attention["mask"] is not None and attention["fill"] is not None and attention["scale"] == 0.5
-    want = model(x, kept())
+
+
+def exact(model: nn.Module, *more: Tensor) -> dict[str, object]:
+    """The attention of a model, which is traced; its values and the gradients of parameters are the model's."""
+    torch.manual_seed(0)
+    model, x = model.double(), rows().double()
+    program = traced(model, x, *more)
+    (attention,) = found(program)
+    want = model(x, *more)
     grads = torch.autograd.grad(want.square().sum(), list(model.parameters()))
     params = dict(model.named_parameters())
-    got = evaluate(program, {n: params[n] if n in params else torch.tensor(0) for n in program.params}, [x, kept()])[0]
+    got = evaluate(program, {n: params[n] if n in params else torch.tensor(0) for n in program.params}, [x, *more])[0]
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     made = torch.autograd.grad(got.square().sum(), list(model.parameters()))
-    torch.testing.assert_close(made, grads, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(made, grads, rtol=1e-12, atol=1e-12)
+    return attention
 
 
 class Causal(Heads):
@@ -65,20 +71,6 @@ class Weights(Heads):
         return self.join(p @ v), p
 
 
-class Sink(Heads):
-    """A score that is no key's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sink = nn.Parameter(torch.zeros(HEADS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.split(x)
-        scores = q @ k.transpose(-1, -2)
-        sink = self.sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        return self.join(torch.cat([scores, sink], -1).softmax(-1)[..., :-1] @ v)
-
-
 class Temperature(Heads):
     """The scores are scaled by a parameter."""
 
@@ -91,29 +83,28 @@ class Temperature(Heads):
         return self.join((q @ k.transpose(-1, -2) * self.by).softmax(-1) @ v)
 
 
-class Columns(Heads):
-    """The softmax runs over queries."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.split(x)
-        return self.join((q @ k.transpose(-1, -2)).softmax(-2) @ v)
-
-
 def test_a_causal_mask_of_numbers_goes_into_the_op() -> None:
     (attention,) = found(traced(Causal(), rows()))
     assert attention["is_causal"] and attention["mask"] is None and attention["fill"] is None
     assert attention["scale"] == 0.25
 
 
-@pytest.mark.parametrize("model", [Weights, Sink, Temperature, Columns], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("model", [Weights, Temperature, Columns], ids=lambda m: m.__name__)
 def test_what_is_something_else_stays(model: type[nn.Module]) -> None:
     made, x = model(), torch.zeros(2, 6, D)
     program = lower(made, (x,), {}, Mesh.parse("dp=1"), after="trace")
     assert not found(program)
 
 
-def test_a_soft_cap_stays() -> None:
-    assert not found(traced(Written(cap=3.0), rows(), kept()))
+@pytest.mark.parametrize("cap", [0.5, 3.0])
+def test_a_soft_cap_goes_into_the_op(cap: float) -> None:
+    assert exact(Written(cap=cap), kept())["cap"] == cap
+
+
+@pytest.mark.parametrize("shift", ["", "max"])
+def test_a_score_that_is_no_keys_goes_into_the_op(shift: str) -> None:
+    attention = exact(Sink(shift=shift))
+    assert attention["sink"] is not None and attention["is_causal"]
 
 
 def seen(diagonal: int = 0) -> Tensor:
@@ -170,3 +161,11 @@ def test_what_looks_like_causal_attention(weigh: Callable[[Tensor], Tensor]) -> 
 )
 def test_scores_that_are_wider_than_the_values(weigh: Callable[[Tensor], Tensor]) -> None:
     assert found(same(weigh, torch.bfloat16, 2e-2))
+
+
+@pytest.mark.parametrize("bound", [lambda s: s, lambda s: torch.tanh(s / 2) * 2], ids=["plain", "cap"])
+def test_queries_that_see_nothing_are_written_over(bound: Callable[[Tensor], Tensor]) -> None:
+    (known,) = found(
+        same(lambda s: bound(s).masked_fill(~seen(-1), -math.inf).softmax(-1).nan_to_num(), torch.float64, 1e-12)
+    )
+    assert known["fill"] is None and known["mask"] is not None

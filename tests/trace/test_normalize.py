@@ -75,6 +75,8 @@ SAME: dict[str, Callable[[Tensor], Any]] = {
     "pad": lambda x: F.pad(x, (1, 2, -1, 0), value=0.5) * 2,
     "tril": lambda x: x.tril(1) + x.triu(-2),
     "index_iota": lambda x: x[torch.arange(4)[:, None], torch.arange(1, 5)[None, :]] * 2,
+    "index_pick": lambda x: x[torch.arange(4), (x[:, 0] > 0).sum(-1) % 6 - 3] * 2,
+    "index_apart": lambda x: x[torch.arange(4), :, (x[:, 0] > 0).sum(-1) % 6] * 2,
     "index_last": lambda x: x[:, [-2]] * x[:, -1, None],
     "gather_iota": lambda x: x.gather(1, torch.arange(2, 5)[None, :, None].expand(4, 3, 8)) * 2,
     "index_select": lambda x: x.index_select(1, torch.arange(2, 5)) * 2,
@@ -126,6 +128,15 @@ SAME.pop("index_real")
 @pytest.mark.parametrize("name", SAME)
 def test_values_and_gradients(name: str) -> None:
     check(SAME[name], X)
+
+
+def test_a_picked_index_that_is_none_is_refused() -> None:
+    """As by torch: it is no element counted from elsewhere."""
+    program = program_of(lambda x, i: x[torch.arange(4), i] * 2, X, torch.zeros(4, dtype=torch.int64))
+    assert aten.gather.default in targets(program)
+    for index in (6, -7):
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            evaluate(program, {}, [X, torch.full((4,), index)])
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
