@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from autopar.ir import ops
-from tests.rules import expert_samples
+from tests.rules import attention_samples, expert_samples
 
 aten = torch.ops.aten
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -100,47 +100,6 @@ def _matmul(r: Random) -> list[Call]:
              ((2, 4), (6, 4, 3)), ((4,), (6, 4, 3)), ((6, 3, 4), (4,)), ((4, 1, 2, 6), (6, 6, 4)), ((1, 2, 6),
                  (4, 6, 3))]  # fmt: skip
     return [a(r(*x), r(*y)) for x, y in pairs]
-
-
-def _attention(r: Random) -> list[Call]:
-    def qkv(h: int, g: int, s: int = 3, t: int = 5, b: int = 4) -> tuple[Tensor, ...]:
-        return r(b, h, s, 2), r(b, g, t, 2), r(b, g, t, 3)
-
-    square = qkv(4, 4, 4, 4)
-    return [
-        a(*qkv(4, 4)), a(*qkv(12, 6), enable_gqa=True), a(*qkv(8, 2), enable_gqa=True), a(*qkv(12, 1), enable_gqa=True),
-        a(*square, is_causal=True), a(*qkv(8, 4, 4, 4), is_causal=True, enable_gqa=True, scale=0.3),
-        a(*qkv(6, 6), r.bools(4, 1, 3, 5)), a(*qkv(6, 6), r(6, 3, 5)), a(*qkv(6, 6), r(3, 5)), a(*qkv(6, 3),
-            r(1, 6, 1, 5), enable_gqa=True),
-        a(r(6, 4, 2), r(6, 5, 2), r(6, 5, 2)), a(r(4, 2), r(5, 2), r(5, 2)), a(*qkv(4, 4, b=1)),
-        a(r(4, 6, 3, 2), r(1, 6, 5, 2), r(1, 6, 5, 2)),
-    ]  # fmt: skip
-
-
-def _hidden(r: Random) -> list[Call]:
-    """Masks of several parts, caps, sinks; heads in groups, and what broadcasts over rows, heads and queries."""
-    q, k, v = r(2, 4, 12, 2), r(2, 2, 12, 2), r(2, 2, 12, 3)
-    ids = r.ints(3, 2, 12)
-    some, padding = r.bools(2, 1, 12, 12), r.bools(2, 1, 1, 12)
-    return [
-        a(q, k, v, some, enable_gqa=True, bias=r(1, 4, 12, 12), fill=-2.0),
-        a(q, r(2, 4, 12, 2), r(2, 4, 12, 2), some, enable_gqa=False, cap=0.7, fill=-2.0),
-        a(q, k, v, None, 0.0, True, enable_gqa=True, bias=r(4, 1, 12), sink=r(1, 4, 1, 1)),
-        a(q, k, v, padding, 0.0, True, enable_gqa=True),
-        a(q, k, v, enable_gqa=True, band=(-2, 3)),
-        a(q, k, v, enable_gqa=True, query_ids=ids, key_ids=ids + 0),
-        a(q, k, v, padding, enable_gqa=True, band=(0, 5), query_ids=ids[:1], key_ids=ids),
-        a(q, k, v, enable_gqa=True, sink=r(1, 1, 1, 1), cap=2.0, query_ids=ids, key_ids=ids[1:] + 0),
-    ]  # fmt: skip
-
-
-def _rings(r: Random) -> list[Call]:
-    """Longer sequences, so that every coordinate has two chunks; other key lengths; masks by row and written out."""
-    q, k, v = r(2, 4, 12, 2), r(2, 2, 12, 2), r(2, 2, 12, 3)
-    return [
-        a(q, k, v, is_causal=True, enable_gqa=True), a(q, r(2, 4, 9, 2), r(2, 4, 9, 3), r(2, 1, 12, 9)),
-        a(r(2, 2, 12, 2), k, v, r.bools(2, 1, 12, 12), fill=-2.0), a(r(2, 2, 12, 2), k, v, r(12, 12), fill=0.0),
-    ]  # fmt: skip
 
 
 def _gather(r: Random) -> list[Call]:
@@ -246,9 +205,11 @@ MAKE: dict[Any, Make] = {
     aten.conv3d.default: _conv(3),
     aten.embedding.default: _embedding,
     ops.token_loss: _loss,
-    ops.attention: lambda r: [*_attention(r), *_hidden(r)],
+    ops.attention: lambda r: [*attention_samples.plain(r), *attention_samples.hidden(r)],
     ops.ring_attention: lambda r: [
-        (args, {**kwargs, "axis": "tp"}) for args, kwargs in [*_attention(r), *_rings(r), *_hidden(r)]
+        (args, {**kwargs, "axis": "tp"})
+        for make in (attention_samples.plain, attention_samples.rings, attention_samples.hidden)
+        for args, kwargs in make(r)
     ],
     aten.sum.default: lambda r: [*_full(r), a(r.ints(5, 6, 12)), a(r.bools(6))],
     aten.sum.dim_IntList: _many,

@@ -285,25 +285,6 @@ class Norms(nn.Module):
         )
 
 
-class TiedBesideConv(nn.Module):
-    """Tied weights, and a convolution with as many channels as its matrix has rows: no stack of experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.conv = nn.Embedding(24, 8), nn.Conv1d(8, 8, 3, padding=1)
-        self.mix, self.head = nn.Linear(8, 8), nn.Linear(8, 24)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        return self.head(self.mix(x) + self.conv(x.transpose(1, 2)).transpose(1, 2))  # type: ignore[no-any-return]
-
-
-@case
-def tied_beside_conv() -> Case:
-    return TiedBesideConv(), (torch.randint(0, 24, (4, 6)),), {}, squares
-
-
 @case
 def norms() -> Case:
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar import verify
 from autopar.errors import AutoparWarning
 from autopar.ir.evaluate import evaluate
 from autopar.ir.mesh import Mesh
@@ -240,3 +241,22 @@ def test_recording_sees_a_look_and_restores() -> None:
         assert read == {("", "index")}
         assert hasattr(module.inner, "p") and ("inner", "p") in read
     assert module.__dict__["index"] == 7 and module.inner.p == 0.1
+
+
+class TiedBesideConv(nn.Module):
+    """Tied weights, and a convolution with as many channels as its matrix has rows: no stack of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.conv = nn.Embedding(24, 8), nn.Conv1d(8, 8, 3, padding=1)
+        self.mix, self.head = nn.Linear(8, 8), nn.Linear(8, 24)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.head(self.mix(x) + self.conv(x.transpose(1, 2)).transpose(1, 2))  # type: ignore[no-any-return]
+
+
+def test_tied_weights_beside_a_stack() -> None:
+    report = verify(TiedBesideConv(), "tp=2", (torch.randint(0, 24, (4, 6)),), loss=squares)
+    assert report.ok, report.failed
