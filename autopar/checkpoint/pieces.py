@@ -67,6 +67,8 @@ def stored(x: Tensor, held: Held, place: Place, key: str, holders: tuple[int, ..
         key: spreads the writing of what several ranks hold over them.
         holders: coordinates along the pipeline that hold the tensor; all where empty.
     """
+    if 0 in held.shape:
+        return _empty(held.shape, x, place, holders)
     found, local = boxes(held, place.at), shard_of(x)
     assert sum(math.prod(b.sizes) for b in found) == local.numel(), (key, held, tuple(local.shape))
     return Stored(held.shape, local, found, owned(x, place, key, holders))
@@ -74,6 +76,8 @@ def stored(x: Tensor, held: Held, place: Place, key: str, holders: tuple[int, ..
 
 def stored_as_placed(x: Tensor, place: Place, key: str, holders: tuple[int, ...] = ()) -> Stored:
     """Any other tensor: the same on all ranks, or what its placements say."""
+    if 0 in x.shape:
+        return _empty(tuple(x.shape), x, place, holders)
     local = shard_of(x)
     if not isinstance(x, DTensor):
         return Stored(tuple(x.shape), local, (_whole(x),), owned(x, place, key, holders))
@@ -81,6 +85,13 @@ def stored_as_placed(x: Tensor, place: Place, key: str, holders: tuple[int, ...]
     home = (0,) * x.dim()
     found = tuple(Box(tuple(c.offsets), tuple(c.sizes), home) for c in chunks if c.sizes.numel())
     return Stored(tuple(x.shape), local, found, owned(x, place, key, holders))
+
+
+def _empty(shape: tuple[int, ...], x: Tensor, place: Place, holders: tuple[int, ...]) -> Stored:
+    """A tensor without elements: no shard has a box of it, and the first rank that knows it writes its name."""
+    first = {axis: holders[0] if axis == AXIS and holders else 0 for axis, _ in place.mesh.axes}
+    local = shard_of(x).detach().new_empty(shape)
+    return Stored(shape, local, (_whole(local),), all(place.at[axis] == at for axis, at in first.items()))
 
 
 def _whole(x: Tensor) -> Box:

@@ -1,6 +1,6 @@
 """autopar.verify: every rank in one process, compared with the unsharded model on the global batch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -165,7 +165,7 @@ class _Bench:
         want |= {f"buffer.{n}": b for n, b in model.named_buffers()}
         exact = all(p.dtype not in (torch.float16, torch.bfloat16) for p in model.parameters())
         names = [n for n in got if n in want and (exact or n.startswith("output."))]
-        largest = max((float(g.abs().max()) for n in names if (g := want[n]) is not None and is_grad(n)), default=0.0)
+        largest = _largest(want[n] for n in names if is_grad(n))
         return {
             f"trace.{n.removeprefix('output.')}": relative(got[n], want[n], NOISE * largest if is_grad(n) else 0.0)
             for n in names
@@ -188,9 +188,7 @@ class _Bench:
             check_order(p for variants in local if (p := variants[only].prologue) is not None)
         found = run_ranks(self.sizes, lambda rank: self.rank(rank, local[rank]))
         errors: dict[str, float] = {}
-        largest = max(
-            (float(g.abs().max()) for n, g in want.items() if n.startswith("grad.") and g is not None), default=0.0
-        )
+        largest = _largest(g for n, g in want.items() if n.startswith("grad."))
         for rank, got in enumerate(found):
             for name, value in got.items():
                 expected = self.expected(name, want[name.removeprefix("step.")], rank)
@@ -311,6 +309,11 @@ def cotangent(x: Tensor) -> Tensor:
 def is_grad(name: str) -> bool:
     """Whether the tensor of that name in a report is a gradient."""
     return name.startswith("grad.")
+
+
+def _largest(values: Iterable[Tensor | None]) -> float:
+    """The largest element of all; 0 for none."""
+    return max((float(v.abs().max()) for v in values if v is not None and v.numel()), default=0.0)
 
 
 def relative(got: Tensor | None, want: Tensor | None, least: float = 0.0) -> float:

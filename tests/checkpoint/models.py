@@ -16,7 +16,7 @@ WIDTH, VOCABULARY = 16, 24
 
 
 class Fused(nn.Module):
-    """A tied language model: fused q, k, v, grouped queries, dropout, a buffer, frozen, 0-d and odd parameters."""
+    """Tied, with fused q, k, v, grouped queries, dropout, a buffer, frozen, 0-d, odd and empty parameters."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -25,6 +25,7 @@ class Fused(nn.Module):
         self.gate_up, self.down = nn.Linear(WIDTH, 2 * 10), nn.Linear(10, WIDTH)
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.empty = nn.Parameter(torch.empty(0, WIDTH))
         self.drop = nn.Dropout(dropout)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
@@ -39,7 +40,7 @@ class Fused(nn.Module):
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         h = h + self.drop(self.o(a.transpose(1, 2).reshape(b, s, -1)))
         gate, up = self.gate_up(h * self.frozen).chunk(2, -1)
-        h = h + self.down(F.silu(gate) * up) * self.scale
+        h = h + self.down(F.silu(gate) * up) * self.scale + self.empty.sum()
         logits = self.head(h)
         return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 

@@ -16,7 +16,7 @@ WIDTH, RANKS = 12, 4
 
 
 class OddLayer(nn.Module):
-    """Two dtypes, a scalar, one element, a leading dim of 1, sizes that do not divide, a frozen and an unused one."""
+    """Two dtypes, a scalar, one element, none, a leading dim of 1, odd sizes, a frozen and an unused one."""
 
     def __init__(self, shared: nn.Parameter) -> None:
         super().__init__()
@@ -26,6 +26,7 @@ class OddLayer(nn.Module):
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.single = nn.Parameter(torch.ones(1))
         self.place = nn.Parameter(torch.randn(1, 3, WIDTH))
+        self.empty = nn.Parameter(torch.empty(0, WIDTH))
         self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
         self.unused = nn.Parameter(torch.randn(5, 2))
         self.shared = shared
@@ -33,7 +34,7 @@ class OddLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.down(torch.tanh(self.up(x + self.place) * self.single)) * self.scale + self.frozen
         z = (x.double() @ self.wide).sum(-1, keepdim=True).float()
-        return x + y * torch.sigmoid(z) + self.shared
+        return x + y * torch.sigmoid(z) + self.shared + self.empty.sum()
 
 
 class Odd(nn.Module):
