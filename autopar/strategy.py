@@ -38,7 +38,8 @@ class Strategy:
         Parameters,
             their gradients and the sums over data ranks stay in float32.
         expert_capacity: where experts are on other ranks, rows that a rank sends to each expert, as a multiple of their
-            mean: shapes are static, which ``compile`` wants, and choices beyond are dropped. None drops nothing.
+            mean on the rank with the most tokens: shapes are static, which ``compile`` wants, and choices beyond are
+            dropped. None drops nothing.
         offload: "cpu" keeps parameters, gradients and optimizer state in host memory.
 
     Fields of techniques that are not there yet are refused when they are set.

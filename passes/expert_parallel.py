@@ -41,8 +41,9 @@ class ExpertParallel(Pass):
         An ``experts`` op: tokens · k · hidden elements to their experts and as many back, (N-1)/N of them on the wire
         where routing is balanced, the same in the backward. Dense dispatch: what its products need, by the rules.
     Limits:
-        The number of experts divides over ep. With ``capacity`` a rank sends each expert that many times its mean of
-        choices, padded with zeros; choices beyond are dropped, by rank and in the order of tokens. None drops nothing.
+        The number of experts divides over ep. With ``capacity`` a rank sends each expert that many times the mean of
+        the choices of the rank with the most tokens, padded with zeros; choices beyond are dropped, by rank and in the
+        order of tokens. None drops nothing.
     Sources:
         Lepikhin et al., GShard, arXiv:2006.16668; Gale et al., MegaBlocks, arXiv:2211.15841 (no token is dropped).
     """

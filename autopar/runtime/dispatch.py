@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from autopar.runtime.axis import Axis
 from autopar.runtime.collectives import exchange_rows
 from autopar.runtime.load import Counts
 
-CAPACITY = 6  # place of the argument
+ROOM = 6  # place of the argument
 
 
 def dispatched_experts(
@@ -23,7 +22,7 @@ def dispatched_experts(
     params: Sequence[Tensor],
     body: Body,
     dtype: torch.dtype,
-    capacity: float | None,
+    room: int | None,
     layer: str,
     load: Counts,
     axis: Axis,
@@ -35,8 +34,8 @@ def dispatched_experts(
         params: this rank's stacked parameters [E, ...].
         body: what one expert computes.
         dtype: of the result.
-        capacity: where given, every rank sends ceil(capacity · T·k / experts) rows to each expert, so that shapes do
-            not depend on values: missing rows are 0, and choices beyond them add nothing to the result.
+        room: where given, every rank sends as many rows to each expert, so that shapes do not depend on values: missing
+            rows are 0, and choices beyond them add nothing to the result. The same on all ranks.
         layer, load: name of the layer, and what takes note of its choices.
 
     Communication: counts, 8E bytes a pair of ranks; then each way T·k·H elements, (N-1)/N of them on the wire where
@@ -45,8 +44,7 @@ def dispatched_experts(
     count = params[0].shape[0]
     order, ends = arrange(index, count * axis.size)
     load.note(layer, torch.diff(ends, prepend=ends.new_zeros(1)))
-    if capacity is not None:
-        room = max(1, ceil(capacity * len(order) / (count * axis.size)))
+    if room is not None:
         back = _padded(hidden.index_select(0, order // index.shape[1]), params, body, ends, room, axis)
         return combine(restored(back, order), weights, dtype)
     plan = Plan.of(ends, count, axis)
