@@ -27,7 +27,7 @@ def dispatched_experts(
     load: Counts,
     axis: Axis,
 ) -> Tensor:
-    """``ops.experts`` for this rank's tokens, where coordinate c holds the experts c·E to (c+1)·E.
+    """``ops.experts`` for this rank's tokens; coordinate c holds the experts c·E to (c+1)·E, or those ``load`` says.
 
     Args:
         hidden: [T, H], this rank's tokens. index: [T, k], among all experts. weights: [T, k].
@@ -41,26 +41,55 @@ def dispatched_experts(
     Communication: counts, 8E bytes a pair of ranks; then each way T·k·H elements, (N-1)/N of them on the wire where
     routing is balanced. Ranks and experts without tokens take part with nothing and get zero gradients.
     """
-    count = params[0].shape[0]
-    order, ends = arrange(index, count * axis.size)
+    placed = load.at(layer)
+    copies = placed.copies(params, axis) if placed is not None and placed.room else ()
+    slot = index if placed is None else placed.slots(index, axis.coordinate)
+    local = Local(body, params, copies)
+    order, ends = arrange(slot, local.count * axis.size)
     load.note(layer, torch.diff(ends, prepend=ends.new_zeros(1)))
     if room is not None:
-        back = _padded(hidden.index_select(0, order // index.shape[1]), params, body, ends, room, axis)
+        back = _padded(hidden.index_select(0, order // index.shape[1]), local, ends, room, axis)
         return combine(restored(back, order), weights, dtype)
-    plan = Plan.of(ends, count, axis)
+    plan = Plan.of(ends, local, axis)
     rows = hidden.index_select(0, order[: sum(plan.send)] // index.shape[1])
     arrived = exchange_rows(rows, axis, plan.receive, plan.send).index_select(0, plan.order)
-    y = run_body(body, arrived, params, plan.ends).index_select(0, plan.inverse)
+    y = local.run(arrived, plan.ends, plan.own).index_select(0, plan.inverse)
     back = exchange_rows(y, axis, plan.send, plan.receive)
     return combine(restored(back, order), weights, dtype)
 
 
-def _padded(rows: Tensor, params: Sequence[Tensor], body: Body, ends: Tensor, room: int, axis: Axis) -> Tensor:
+@dataclass(frozen=True)
+class Local:
+    """What a rank computes: its own experts, and behind them its copies of others'."""
+
+    body: Body
+    params: Sequence[Tensor]
+    copies: Sequence[Tensor]
+
+    @property
+    def own(self) -> int:
+        """Experts whose home it is."""
+        return self.params[0].shape[0]
+
+    @property
+    def count(self) -> int:
+        """Experts that it computes, or has room for: the same on all ranks."""
+        return self.own + (self.copies[0].shape[0] if self.copies else 0)
+
+    def run(self, rows: Tensor, ends: Tensor, own: int) -> Tensor:
+        """Results of rows that are sorted by expert, of which the first ``own`` are for experts at home."""
+        if not self.copies:
+            return run_body(self.body, rows, self.params, ends)
+        first = run_body(self.body, rows[:own], self.params, ends[: self.own])
+        return torch.cat([first, run_body(self.body, rows[own:], self.copies, ends[self.own :] - own)])
+
+
+def _padded(rows: Tensor, local: Local, ends: Tensor, room: int, axis: Axis) -> Tensor:
     """Results of rows that are sorted by expert, ``room`` of which each expert computes; 0 for the others.
 
     Communication: experts · room · H elements each way, (N-1)/N of them on the wire.
     """
-    count, total = params[0].shape[0], ends.shape[0]
+    count, total = local.count, ends.shape[0]
     place = torch.arange(len(rows), device=rows.device)
     expert = torch.searchsorted(ends, place, right=True)
     starts = torch.cat([ends.new_zeros(1), ends])
@@ -70,7 +99,7 @@ def _padded(rows: Tensor, params: Sequence[Tensor], body: Body, ends: Tensor, ro
     each = [count * room] * axis.size
     arrived = exchange_rows(buffer[:-1], axis, each, each).view(axis.size, count, room, -1).transpose(0, 1)
     offsets = torch.arange(1, count + 1, device=rows.device) * (axis.size * room)
-    y = run_body(body, arrived.reshape(count * axis.size * room, -1), params, offsets)
+    y = local.run(arrived.reshape(count * axis.size * room, -1), offsets, local.own * axis.size * room)
     home = y.view(count, axis.size, room, -1).transpose(0, 1).reshape(total * room, -1)
     back = exchange_rows(home, axis, each, each)
     return torch.cat([back, back.new_zeros(1, back.shape[1])]).index_select(0, slot)
@@ -84,6 +113,7 @@ class Plan:
         send, receive: rows to and from each coordinate.
         order: of the rows that arrived, by expert; ``inverse`` undoes it.
         ends: where the rows of each of this rank's experts end.
+        own: rows for experts whose home is this rank.
     """
 
     send: list[int]
@@ -91,13 +121,15 @@ class Plan:
     order: Tensor
     inverse: Tensor
     ends: Tensor
+    own: int
 
     @staticmethod
-    def of(ends: Tensor, count: int, axis: Axis) -> "Plan":
+    def of(ends: Tensor, local: Local, axis: Axis) -> "Plan":
         """From where the rows of every expert end on this rank. Collective: counts are exchanged."""
+        count = local.count
         mine = torch.diff(ends, prepend=ends.new_zeros(1)).view(axis.size, count)
         theirs = exchanged(mine, axis, [1] * axis.size, [1] * axis.size) if axis.size > 1 else mine
-        send, receive = torch.stack([mine.sum(1), theirs.sum(1)]).tolist()
+        send, receive, own = torch.stack([mine.sum(1), theirs.sum(1), theirs[:, : local.own].sum(1)]).tolist()
         expert = torch.arange(count, device=ends.device).repeat(axis.size).repeat_interleave(theirs.reshape(-1))
         order = torch.sort(expert, stable=True).indices
-        return Plan(send, receive, order, inverse_of(order), theirs.sum(0).cumsum(0))
+        return Plan(send, receive, order, inverse_of(order), theirs.sum(0).cumsum(0), sum(own))
