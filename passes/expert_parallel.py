@@ -43,12 +43,13 @@ class ExpertParallel(Pass):
     Limits:
         The number of experts divides over ep. With ``capacity`` a rank sends each expert that many times the mean of
         the choices of the rank with the most tokens, padded with zeros; choices beyond are dropped, by rank and in the
-        order of tokens. None drops nothing.
+        order of tokens. None drops nothing. With ``chunks`` rows travel in as many parts, while others are computed.
     Sources:
         Lepikhin et al., GShard, arXiv:2006.16668; Gale et al., MegaBlocks, arXiv:2211.15841 (no token is dropped).
     """
 
     capacity: float | None = None
+    chunks: int | None = None
 
     name: ClassVar[str] = "expert-parallel"
     requires: ClassVar[Form] = Form.ANNOTATED
@@ -57,6 +58,8 @@ class ExpertParallel(Pass):
     def __post_init__(self) -> None:
         if self.capacity is not None and not self.capacity > 0:
             raise AutoparError("bad-strategy", f"expert_capacity is {self.capacity}", "a positive number, or None")
+        if self.chunks is not None and self.chunks < 1:
+            raise AutoparError("bad-strategy", f"expert_chunks is {self.chunks}", "at least 1, or None")
 
     def rewrite(self, program: Program, context: Context) -> Program:
         """See Pass."""
@@ -65,9 +68,10 @@ class ExpertParallel(Pass):
         flow = flow_of(program)
         relations = relations_of(flow)
         owned = dict(_owned(program, flow, relations))
+        given = {n: v for n, v in (("capacity", self.capacity), ("chunks", self.chunks)) if v is not None}
         for node, _ in flow.ops:
-            if node.target is ops.experts and self.capacity is not None:
-                with_arguments(node, capacity=self.capacity)
+            if node.target is ops.experts and given:
+                with_arguments(node, **given)
         _check_experts(program, context, flow, owned)
         shard = batch_shard(program.mesh, AXIS, program.rows)
         seeds = [(v, replace(shard, dim=d)) for v in sources(flow) if (d := batch_dim(program, flow, v)) is not None]

@@ -9,11 +9,10 @@ from torch import fx
 from autopar.errors import AutoparError
 from autopar.ir.placement import Placement
 from autopar.ir.program import Program, tensor_args
-from autopar.runtime.dispatch import dispatched_experts
+from autopar.runtime.dispatch import LAYER, PARAMS, dispatched_experts
 from autopar.runtime.load import layer_at
 
 AXIS = "ep"
-PARAMS, LAYER = 3, 7  # places of arguments
 
 
 @dataclass(frozen=True)

@@ -197,6 +197,7 @@ def experts(
     dtype: torch.dtype,
     first: int | None = None,
     capacity: float | None = None,
+    chunks: int | None = None,
 ) -> Tensor:
     """out[t] = Σ_j weights[t, j] · body(hidden[t]; params[index[t, j]]).
 
@@ -206,7 +207,8 @@ def experts(
             experts contribute nothing.
         body: what one expert computes.
         dtype: of the result.
-        capacity: where rows travel to other ranks, each rank sends at most this many times its mean to an expert.
+        capacity, chunks: where rows travel to other ranks, each rank sends at most ``capacity`` times its mean to an
+            expert; they travel in ``chunks`` parts while others are computed, as one where None.
     """
     count, k = params[0].shape[0], index.shape[1]
     order, ends = arrange(index, count, first or 0)

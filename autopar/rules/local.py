@@ -244,7 +244,9 @@ def _experts(node: fx.Node, place: Place) -> None:
         node.target, node.kwargs = dispatch.dispatched_experts, {}
         given = tuple(known[n] for n in ("hidden", "index", "weights", "params", "body", "dtype"))
         layer, load = str(node.meta.get("module") or ""), place.handle("load")
-        node.args = (*given, _room(known, place, exchange[0]), layer, load, place.handle(exchange[0]))
+        node.args = (
+            *given, _room(known, place, exchange[0]), layer, known["chunks"], load, place.handle(exchange[0])
+        )  # fmt: skip
     elif over:
         count = known["params"][0].meta["spec"].shape[0]
         with_arguments(node, first=run_start(owned, 0, count, place.mesh, place.at))

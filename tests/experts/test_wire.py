@@ -98,7 +98,9 @@ def both(k: int) -> tuple[int, int, float]:
     hidden = [torch.randn(TOKENS, WIDTH, generator=draw).requires_grad_()]
     hidden.append(hidden[0].detach().clone().requires_grad_())
     with Wire() as travel:
-        y = dispatched_experts(hidden[0], index, weights, mine, BODY, torch.float32, None, "moe", Loads().at(""), axis)
+        y = dispatched_experts(
+            hidden[0], index, weights, mine, BODY, torch.float32, None, "moe", None, Loads().at(""), axis
+        )
         y.square().sum().backward()
     with Wire() as gather:
         everywhere = [all_gather(t, 0, axis) for t in (hidden[1], index, weights)]
