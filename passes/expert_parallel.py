@@ -13,7 +13,7 @@ from autopar.ir.program import Form, Program
 from autopar.passes.base import Context, Pass
 from autopar.passes.data_parallel import DataParallel, batch_dim
 from autopar.rules.arguments import with_arguments
-from autopar.rules.relation import Labels, Relation
+from autopar.rules.relation import Assignment, Labels, Relation
 from autopar.solve.annotate import clash, layouts, write
 from autopar.solve.candidates import relations_of, spread
 from autopar.solve.fallback import report_opaque
@@ -22,7 +22,7 @@ from autopar.solve.problem import Choices, solve
 from autopar.solve.sources import batch_shard, product_weights, sources
 
 AXIS = "ep"
-MUST = 1e5  # µs: gathering experts that are shared out
+MUST = 1e5  # µs: gathering experts that are shared out, or all tokens instead of sending each to its experts
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,11 @@ def _with_experts(flow: Flow, choices: Choices, owned: dict[int, Shard], more: d
         gathered = flow.values[v].role == "param" and isinstance(src, Shard)
         return choices.convert_price(v, src, dst) + (MUST if gathered else 0.0)
 
-    return replace(choices, types=types, convert_price=convert_price)
+    def op_price(node: fx.Node, a: Assignment) -> float:
+        gathers = node.target is ops.experts and isinstance(a.inputs[3], Shard) and not isinstance(a.inputs[0], Shard)
+        return choices.op_price(node, a) + (MUST if gathers else 0.0)
+
+    return replace(choices, types=types, op_price=op_price, convert_price=convert_price)
 
 
 def _more(flow: Flow, shards: dict[int, dict[Shard, None]], owned: dict[int, Shard]) -> dict[int, Shard]:

@@ -320,9 +320,9 @@ class ParallelModule(Checkpoints, Named):
         """Choices of each expert, and of each rank of ``ep``, in the last step, by path of the layer. Collective.
 
         Raises:
-            AutoparError: ``no-load`` where no experts were shared out over ep.
+            AutoparError: ``no-load`` where no tokens travelled to experts.
         """
-        return self._loads.total(self._place.axes, self._place.summed_axes, self._place.mesh.size("ep"))
+        return self._loads.total(self._place.axes, self._place.summed_axes)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Copy a state dict by original names: whole tensors, or DTensors of any placement. Collective with DTensors.

@@ -68,9 +68,9 @@ class Local:
         """Experts that it computes, or has room for: the same on all ranks."""
         return self.own + (self.copies[0].shape[0] if self.copies else 0)
 
-    def run(self, rows: Tensor, plan: "Plan") -> Tensor:
-        """Results of rows as they arrived, in the same order."""
-        rows, ends, own = rows.index_select(0, plan.order), plan.ends, plan.own
+    def run(self, arrived: list[Tensor], plan: "Plan") -> Tensor:
+        """Results of rows, the only ones of a list, as they arrived, in the same order."""
+        rows, ends, own = arrived.pop().index_select(0, plan.order), plan.ends, plan.own
         if not self.copies:
             return run_body(self.body, rows, self.params, ends).index_select(0, plan.inverse)
         first = run_body(self.body, rows[:own], self.params, ends[: self.own])
@@ -159,12 +159,15 @@ class Padded:
 
 @dataclass(frozen=True)
 class Flight:
-    """A dispatch on its way: what travels by which plans, the first chunk, and whether something is done meanwhile."""
+    """A dispatch on its way: what travels by which plans, and whether something is done meanwhile.
+
+    Whoever takes rows out of a list is the last to know them, so that they are freed when they are used.
+    """
 
     local: Local
     cargo: Uneven | Padded
     plans: list[Plan]
-    first: Parcel
+    parcels: list[Parcel]
     axis: Axis
     overlaps: bool
 
@@ -200,22 +203,22 @@ def start(
         each = torch.stack([torch.diff(ends, prepend=ends.new_zeros(1)) for _, ends in found])
         counts = each.sum(0)
         plans = list(_uneven(each, local, axis))
-    load.note(layer, counts)
+    load.note(layer, counts, axis)
     plan, now = plans[0], chunks is not None
-    return Flight(local, cargo, plans, depart(cargo.rows(0, plan), axis, plan.receive, plan.send, now), axis, now)
+    return Flight(local, cargo, plans, [depart(cargo.rows(0, plan), axis, plan.receive, plan.send, now)], axis, now)
 
 
 def finish(flight: Flight, weights: Tensor, dtype: torch.dtype) -> Tensor:
     """The result of a dispatch: each chunk is computed while the next one travels."""
     axis, plans, now = flight.axis, flight.plans, flight.overlaps
-    parcel, back = flight.first, []
+    back = []
     for i, plan in enumerate(plans):
-        rows = parcel.arrive()
+        here = [flight.parcels.pop().arrive()]
         if i + 1 < len(plans):
             after = plans[i + 1]
-            parcel = depart(flight.cargo.rows(i + 1, after), axis, after.receive, after.send, now)
-        back.append(depart(flight.local.run(rows, plan), axis, plan.send, plan.receive, now))
-    return combine(flight.cargo.choices([parcel.arrive() for parcel in back]), weights, dtype)
+            flight.parcels.append(depart(flight.cargo.rows(i + 1, after), axis, after.receive, after.send, now))
+        back.append(depart(flight.local.run(here, plan), axis, plan.send, plan.receive, now))
+    return combine(flight.cargo.choices([back.pop(0).arrive() for _ in plans]), weights, dtype)
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:

@@ -47,10 +47,12 @@ class Loads:
 
     Args:
         counts: choices of each expert, or of each slot where the layer has a placement.
+        along: the axis that shares out the experts of each layer.
         placed: of the layers whose experts are not in the model's own order.
     """
 
     counts: dict[str, Tensor] = field(default_factory=dict)
+    along: dict[str, Axis] = field(default_factory=dict)
     placed: Mapping[str, Placed] = field(default_factory=dict)
 
     @staticmethod
@@ -61,26 +63,28 @@ class Loads:
     def reset(self) -> None:
         """Forget everything."""
         self.counts.clear()
+        self.along.clear()
 
     def at(self, path: str) -> "Counts":
         """Where the unit at ``path`` takes note."""
         inside = (n for n in self.placed if not path or f"{n}.".startswith(f"{path}."))
         return Counts(self, path, {below(path, n): self.placed[n] for n in inside})
 
-    def total(self, axes: Mapping[str, Axis], over: tuple[str, ...], ways: int) -> dict[str, ExpertLoad]:
-        """The load of each layer. Collective over the axes ``over``.
+    def total(self, axes: Mapping[str, Axis], over: tuple[str, ...]) -> dict[str, ExpertLoad]:
+        """The load of each layer. Collective over the axes ``over``, and those that share out experts.
 
         Raises AutoparError ``no-load`` where nothing was noted.
         """
         if not self.counts:
             fix = "run a step first, on a mesh with ep"
-            raise AutoparError("no-load", "expert_load: no experts were shared out over ep in the last step", fix)
+            raise AutoparError("no-load", "expert_load: no tokens travelled to experts in the last step", fix)
         out = {}
         for path, counts in self.counts.items():
-            for axis in over:
+            own = self.along[path]
+            for axis in dict.fromkeys((*over, own.name)):
                 counts = reduced(counts, axes[axis])
             placed = self.placed.get(path)
-            out[path] = ExpertLoad(*(placed.load(counts) if placed else (counts, counts.view(ways, -1).sum(1))))
+            out[path] = ExpertLoad(*(placed.load(counts) if placed else (counts, counts.view(own.size, -1).sum(1))))
         return out
 
 
@@ -96,10 +100,11 @@ class Counts:
         """Where the experts of a layer inside the unit are; None where they are in order."""
         return self.placed.get(below(self.path, layer)) if self.placed else None
 
-    def note(self, layer: str, counts: Tensor) -> None:
-        """Add [E] choices of a layer inside the unit; what a backward computes again is not counted twice."""
+    def note(self, layer: str, counts: Tensor, axis: Axis) -> None:
+        """Add [E] choices of a layer whose experts ``axis`` shares out; a backward that computes again adds none."""
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
             return
         key = layer_at(self.path, layer)
+        self.loads.along[key] = axis
         before = self.loads.counts.get(key)
         self.loads.counts[key] = counts if before is None else before + counts
