@@ -12,6 +12,7 @@ from autopar.cost.hardware import load as hardware
 from autopar.cost.price import Price
 from autopar.cost.program import price
 from autopar.ir import ops
+from autopar.ir.grouped import run_body
 from autopar.ir.mesh import Mesh
 from autopar.rules.experts import exchange_axis
 from autopar.runtime.axis import Axis
@@ -86,6 +87,18 @@ def test_memory_is_what_is_held(ranks: Ranks) -> None:
     for found in ranks.run(RANKS, held):
         assert kept <= found["kept"] <= kept + indices
         assert kept + workspace <= found["peak"] <= kept + workspace + 2 * indices
+
+
+def test_gradients_of_experts_are_not_copied() -> None:
+    ends, x = torch.tensor([2, 5]), torch.randn(5, 4, requires_grad=True)
+    for name, shape in (("linear", (2, 3, 4)), ("matmul", (2, 4, 3))):
+        weight = torch.randn(shape, requires_grad=True)
+        out = run_body(((name, (("%", 0), ("%", 1)), ()),), x, [weight], ends)
+        (grad,) = torch.autograd.grad(out.square().sum(), weight)
+        own = [weight[e] if name == "matmul" else weight[e].t() for e in range(2)]
+        alone = torch.cat([x[:2] @ own[0], x[2:] @ own[1]]).square().sum()
+        torch.testing.assert_close(grad, torch.autograd.grad(alone, weight)[0])
+        assert grad.is_contiguous()
 
 
 @pytest.mark.parametrize("k", [1, 2])
