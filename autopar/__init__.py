@@ -3,8 +3,10 @@
 from autopar.api import parallelize
 from autopar.checkpoint.folder import latest, step_folder
 from autopar.checkpoint.safetensors import Weights
+from autopar.cost.placement import place_experts
 from autopar.emit.module import ParallelModule
 from autopar.errors import AutoparError, AutoparWarning
+from autopar.ir.placement import Placement
 from autopar.planner import plan
 from autopar.plans import Plan, Plans
 from autopar.strategy import Strategy
@@ -13,6 +15,7 @@ from autopar.verify.numerics import Report, verify
 
 __version__ = "0.1.0"
 __all__ = [
-    "AutoparError", "AutoparWarning", "ParallelModule", "Plan", "Plans", "Report", "Strategy", "Weights",
-    "__version__", "experts", "latest", "parallelize", "plan", "register_experts", "step_folder", "verify",
+    "AutoparError", "AutoparWarning", "ParallelModule", "Placement", "Plan", "Plans", "Report", "Strategy", "Weights",
+    "__version__", "experts", "latest", "parallelize", "place_experts", "plan", "register_experts", "step_folder",
+    "verify",
 ]  # fmt: skip

@@ -20,6 +20,7 @@ from autopar.emit.named import Container, settings_of
 from autopar.emit.params import Place, initialise
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placement
 from autopar.ir.program import Param
 from autopar.runtime.agreement import Agreement
 from autopar.runtime.heartbeat import PATIENCE, guard, start
@@ -42,6 +43,7 @@ def parallelize(
     device: torch.device | str | None = None,
     weights: Weights | str | os.PathLike[str] | None = None,
     heartbeat: float | None = PATIENCE,
+    placement: Mapping[str, Placement] | None = None,
 ) -> ParallelModule:
     """A module that computes on ``mesh`` what ``model`` computes on the global batch. Collective.
 
@@ -64,6 +66,8 @@ def parallelize(
         weights: a folder of safetensors files from which each rank reads its own slices, instead of the model's values.
         heartbeat: seconds without a sign of life after which a process counts as dead: the others raise AutoparError
             ``dead-rank``, or end with it on stderr where they hang in a collective. None: no watch is kept.
+        placement: which ranks of ep hold which experts, by path of the layer, as ``place_experts`` makes it of
+            ``expert_load``; in order where a layer has none. State dicts and checkpoints do not depend on it.
 
     Raises:
         AutoparError: with a slug, before any collective but an exchange of hashes and row counts.
@@ -79,8 +83,9 @@ def parallelize(
     rank = agreement.ranks.index(dist.get_rank()) if over is not None else 0
     hollow = blueprint(model) if any(p.is_meta for p in model.parameters()) else None
     compiler = Compiler(
-        model, sizes, strategy, at=lambda m: m.coordinates(rank), agree=agreement, loss=loss, batch_dims=batch_dims
-    )
+        model, sizes, strategy, at=lambda m: m.coordinates(rank), agree=agreement, loss=loss, batch_dims=batch_dims,
+        placement=placement,
+    )  # fmt: skip
     compiler.model = hollow or model
     peers = Peers(agreement, rank)
     heart = start(agreement.group, agreement.ranks, peers.gather, heartbeat)
@@ -93,7 +98,8 @@ def parallelize(
         across = Across.of(first.program, place)
         tensors = _tensors(model, first, across, peers, seed=seed, device=device, weights=weights)
         compiler.model = hollow or blueprint(model)
-        module = ParallelModule(compiler, first.program, place, tensors, {**place.axes, "rng": Streams(seed)})
+        handles = {**place.axes, "rng": Streams(seed)}
+        module = ParallelModule(compiler, first.program, place, tensors, handles, placement)
         module._heart = heart
         if decision is not None:
             module.__dict__["plan"] = decision

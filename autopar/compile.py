@@ -16,11 +16,13 @@ from autopar.cost.hardware import load
 from autopar.errors import AutoparError, AutoparWarning
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placement
 from autopar.ir.program import Program
 from autopar.ir.units import users_of
 from autopar.passes.base import Context
 from autopar.passes.choices import microbatches_of, passes_of
 from autopar.passes.pipeline import Record, parse, run
+from autopar.passes.placed import placed
 from autopar.passes.planned import plan
 from autopar.passes.zero import Zero
 from autopar.runtime.agreement import LIMIT, checksum, fingerprint, identity
@@ -141,6 +143,7 @@ class Compiler:
         agree: exchanges a fingerprint and this rank's rows; returns the rows of every data rank, or raises on every
         rank.
         rewrite: applied to each trace before the passes.
+        placement: where the experts of some layers are, by path.
     """
 
     def __init__(
@@ -154,9 +157,11 @@ class Compiler:
         loss: Loss | None = None,
         batch_dims: Any = None,
         rewrite: Callable[[Traced], Traced] = lambda traced: traced,
+        placement: Mapping[str, Placement] | None = None,
     ) -> None:
         self.model, self.mesh, self.strategy = model, mesh, strategy
         self.at, self.agree, self.loss, self.batch_dims, self.rewrite = at, agree, loss, batch_dims, rewrite
+        self.placement = dict(sorted((placement or {}).items()))
         self.identity = identity(model)
         self.variants: dict[Any, Variant] = {}
         self.traces: dict[Any, Traced] = {}
@@ -256,6 +261,7 @@ class Compiler:
             program, self.strategy, self.mesh, context, train=loss_only, records=records, whole=traced.program
         )
         program, prologue = planned.local(context, self.at, records)
+        program = placed(program, self.placement)
         self._tell(context.warnings)
         for name, layout in planned.layouts.items():
             assert self.pinned.setdefault(name, layout) == layout, name
@@ -273,7 +279,7 @@ class Compiler:
             self._report(error)
             raise
         parts = (t for p in made.plans for t in (plan_text(p), *map(str, p.params.values()), str(p.stages)))
-        self.agree(fingerprint(*parts), None)
+        self.agree(fingerprint(*parts, str(self.placement)), None)
         return made
 
     def _report(self, error: Exception) -> None:

@@ -38,7 +38,10 @@ class Strategy:
         Parameters,
             their gradients and the sums over data ranks stay in float32.
         expert_capacity: where experts are on other ranks, rows that a rank sends to each expert, as a multiple of their
-            mean: shapes are static, which ``compile`` wants, and choices beyond are dropped. None drops nothing.
+            mean on the rank with the most tokens: shapes are static, which ``compile`` wants, and choices beyond are
+            dropped. None drops nothing.
+        expert_chunks: parts in which tokens travel to experts on other ranks: while one travels, another is computed,
+            and the first travels while shared experts run. None: everything waits for its rows.
         offload: "cpu" keeps parameters, gradients and optimizer state in host memory.
 
     Fields of techniques that are not there yet are refused when they are set.
@@ -63,6 +66,7 @@ class Strategy:
     precision: str = "fp32"
     offload: str | None = None
     expert_capacity: float | None = None
+    expert_chunks: int | None = None
 
     def __post_init__(self) -> None:
         if self.microbatches is not None and self.microbatch_rows is not None:
@@ -106,8 +110,10 @@ class Strategy:
 
     @property
     def _experts(self) -> str:
-        capacity = self.expert_capacity
-        return "expert-parallel" if capacity is None else f"expert-parallel{{capacity={float(capacity)}}}"
+        capacity = None if self.expert_capacity is None else float(self.expert_capacity)
+        given = {"capacity": capacity, "chunks": self.expert_chunks}
+        options = " ".join(f"{k}={v}" for k, v in given.items() if v is not None)
+        return f"expert-parallel{{{options}}}" if options else "expert-parallel"
 
     @property
     def _engine(self) -> list[str]:

@@ -89,6 +89,21 @@ def kept(node: fx.Node, shapes: Shapes) -> Number:
     return (inner + rows.count * (rows.hidden + rows.out)) * rows.itemsize
 
 
+def rows_bytes(node: fx.Node) -> tuple[int, int]:
+    """Bytes of all ranks' rows as they go to their experts, one for each token and choice, and as they come back."""
+    hidden, index = (n.meta["spec"] for n in tensor_args(node)[:2])
+    count = prod(index.shape) * hidden.dtype.itemsize
+    return count * hidden.shape[-1], count * node.meta["spec"].shape[-1]
+
+
+def workspace(node: fx.Node, shapes: Shapes) -> Number:
+    """Bytes that a rank holds for a moment: rows that come back, beside those that it sends, which are kept."""
+    if exchange_axis(node) is None:
+        return 0
+    rows = Rows.of(node, shapes)
+    return rows.count * rows.out * rows.itemsize
+
+
 def travel(node: fx.Node, shapes: Shapes) -> tuple[str, Number, Number] | None:
     """The axis along which rows travel, and the bytes of a rank's rows there and back; None where none do."""
     axis = exchange_axis(node)

@@ -35,7 +35,8 @@ class Price:
         hardware: profile. mesh: as text. ranks: of the mesh.
         model_flops: forward and backward of the unsharded model on the global batch.
         flops: (forward, backward). compute_seconds: (forward, backward), roofline.
-        traffic: every collective. memory: bytes by kind (parameters, gradients, optimizer, activations).
+        traffic: every collective. memory: bytes by kind (parameters, gradients, optimizer, activations,
+            workspace: messages of the largest dispatch).
         capacity: bytes of device memory. peak: flops per second of one rank in the model's dtype.
     """
 

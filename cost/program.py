@@ -265,4 +265,12 @@ def _memory(program: Program, shapes: Shapes, sizes: Sizes, training: bool, zero
     held = zero.held(held, ways)
     kinds = {"parameters": held.parameters + frozen, "gradients": held.gradients, "optimizer": held.optimizer}
     gathered = _gathered(program, sizes, zero) if ways != 1 or zero.low else {}
-    return {**kinds, **gathered, "activations": memory.activations(program, shapes) if training else 0}
+    kept = {"activations": memory.activations(program, shapes) if training else 0}
+    return {**kinds, **gathered, **kept, **_workspace(program, shapes)}
+
+
+def _workspace(program: Program, shapes: Shapes) -> dict[str, Number]:
+    """Bytes of the largest dispatch of rows to experts, where there is one; layers run one after the other."""
+    nodes = [n for _, graph in program.graphs() for n in graph.nodes if n.target is ops.experts]
+    found = [experts.workspace(n, shapes) for n in sorted(nodes, key=experts.rows_bytes)]
+    return {"workspace": found[-1]} if found and found[-1] != 0 else {}

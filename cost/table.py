@@ -119,7 +119,7 @@ def _title(rows: Rows) -> str:
 
 
 def _cells(name: str, price: Price, axes: Sequence[str], best: Any) -> list[str]:
-    states = sum(v for k, v in price.memory.items() if k != "activations")
+    states = sum(v for k, v in price.memory.items() if k not in ("activations", "workspace"))
     fits = float(price.memory_bytes) <= price.capacity
     return [
         name,

@@ -176,10 +176,9 @@ class _Space:
         flow, mesh = self.flow, self.program.mesh
         options = {n: self._options(n) for n, _ in flow.ops}
         sharded = {n: [_shards(a) for a in found] for n, found in options.items()}
-        prices = op_prices(flow, self.context.hardware, mesh.size(self.axis))
-        convert = conversion_prices(
-            flow, self.context.hardware, mesh, self.axis, shares(flow, {**dict(mesh.axes), TIME: mesh.microbatches})
-        )
+        left = shares(flow, {**dict(mesh.axes), TIME: mesh.microbatches})
+        prices = op_prices(flow, self.context.hardware, mesh, self.axis, left)
+        convert = conversion_prices(flow, self.context.hardware, mesh, self.axis, left)
 
         def op_price(node: fx.Node, a: Assignment) -> float:
             if node.target is ops.ring_attention and _shards(a):

@@ -86,7 +86,8 @@ class DataParallel(Pass):
             node: [a for a in strategies(node, found.ports(flow, node), found.relations[node]) if not clashes(node, a)]
             for node, _ in flow.ops
         }
-        prices = op_prices(flow, context.hardware, program.mesh.size(axis))
+        left = shares(flow, _sizes(program.mesh))
+        prices = op_prices(flow, context.hardware, program.mesh, axis, left)
 
         def op_price(node: fx.Node, a: Assignment) -> float:
             sharded = any(isinstance(t, Shard) for t in (*a.inputs, *a.outputs))
@@ -103,7 +104,7 @@ class DataParallel(Pass):
             source_price=lambda value, kind: 0.0,
             convert_price=(lambda v, src, dst: _in_time(flow.values[v].diff, src, dst))
             if axis == TIME
-            else conversion_prices(flow, context.hardware, program.mesh, axis, shares(flow, _sizes(program.mesh))),
+            else conversion_prices(flow, context.hardware, program.mesh, axis, left),
         )
 
     def _types(self, program: Program, flow: Flow, found: Candidates, v: int, axis: str, shard: Shard) -> list[Type]:

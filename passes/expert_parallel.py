@@ -13,7 +13,7 @@ from autopar.ir.program import Form, Program
 from autopar.passes.base import Context, Pass
 from autopar.passes.data_parallel import DataParallel, batch_dim
 from autopar.rules.arguments import with_arguments
-from autopar.rules.relation import Labels, Relation
+from autopar.rules.relation import Assignment, Labels, Relation
 from autopar.solve.annotate import clash, layouts, write
 from autopar.solve.candidates import relations_of, spread
 from autopar.solve.fallback import report_opaque
@@ -22,7 +22,7 @@ from autopar.solve.problem import Choices, solve
 from autopar.solve.sources import batch_shard, product_weights, sources
 
 AXIS = "ep"
-MUST = 1e5  # µs: gathering experts that are shared out
+MUST = 1e5  # µs: gathering experts that are shared out, or all tokens instead of sending each to its experts
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,15 @@ class ExpertParallel(Pass):
         An ``experts`` op: tokens · k · hidden elements to their experts and as many back, (N-1)/N of them on the wire
         where routing is balanced, the same in the backward. Dense dispatch: what its products need, by the rules.
     Limits:
-        The number of experts divides over ep. With ``capacity`` a rank sends each expert that many times its mean of
-        choices, padded with zeros; choices beyond are dropped, by rank and in the order of tokens. None drops nothing.
+        The number of experts divides over ep. With ``capacity`` a rank sends each expert that many times the mean of
+        the choices of the rank with the most tokens, padded with zeros; choices beyond are dropped, by rank and in the
+        order of tokens. None drops nothing. With ``chunks`` rows travel in as many parts, while others are computed.
     Sources:
         Lepikhin et al., GShard, arXiv:2006.16668; Gale et al., MegaBlocks, arXiv:2211.15841 (no token is dropped).
     """
 
     capacity: float | None = None
+    chunks: int | None = None
 
     name: ClassVar[str] = "expert-parallel"
     requires: ClassVar[Form] = Form.ANNOTATED
@@ -56,6 +58,8 @@ class ExpertParallel(Pass):
     def __post_init__(self) -> None:
         if self.capacity is not None and not self.capacity > 0:
             raise AutoparError("bad-strategy", f"expert_capacity is {self.capacity}", "a positive number, or None")
+        if self.chunks is not None and self.chunks < 1:
+            raise AutoparError("bad-strategy", f"expert_chunks is {self.chunks}", "at least 1, or None")
 
     def rewrite(self, program: Program, context: Context) -> Program:
         """See Pass."""
@@ -64,9 +68,10 @@ class ExpertParallel(Pass):
         flow = flow_of(program)
         relations = relations_of(flow)
         owned = dict(_owned(program, flow, relations))
+        given = {n: v for n, v in (("capacity", self.capacity), ("chunks", self.chunks)) if v is not None}
         for node, _ in flow.ops:
-            if node.target is ops.experts and self.capacity is not None:
-                with_arguments(node, capacity=self.capacity)
+            if node.target is ops.experts and given:
+                with_arguments(node, **given)
         _check_experts(program, context, flow, owned)
         shard = batch_shard(program.mesh, AXIS, program.rows)
         seeds = [(v, replace(shard, dim=d)) for v in sources(flow) if (d := batch_dim(program, flow, v)) is not None]
@@ -92,7 +97,11 @@ def _with_experts(flow: Flow, choices: Choices, owned: dict[int, Shard], more: d
         gathered = flow.values[v].role == "param" and isinstance(src, Shard)
         return choices.convert_price(v, src, dst) + (MUST if gathered else 0.0)
 
-    return replace(choices, types=types, convert_price=convert_price)
+    def op_price(node: fx.Node, a: Assignment) -> float:
+        gathers = node.target is ops.experts and isinstance(a.inputs[3], Shard) and not isinstance(a.inputs[0], Shard)
+        return choices.op_price(node, a) + (MUST if gathers else 0.0)
+
+    return replace(choices, types=types, op_price=op_price, convert_price=convert_price)
 
 
 def _more(flow: Flow, shards: dict[int, dict[Shard, None]], owned: dict[int, Shard]) -> dict[int, Shard]:

@@ -77,7 +77,7 @@ def _value(kind: Any, text: str) -> Any:
         return {"": True, "true": True, "false": False}[text]
     if kind in (float | None, "float | None"):
         return float(text)
-    return int(text) if kind in (int, "int") else text
+    return int(text) if kind in (int, "int", int | None, "int | None") else text
 
 
 def _refuse(text: str, at: int, why: str) -> None:

@@ -192,10 +192,9 @@ class _Space:
             n: [a for a in strategies(n, self.found.ports(flow, n), self.found.relations[n]) if not clashes(n, a)]
             for n, _ in flow.ops
         }
-        prices = op_prices(flow, self.context.hardware, mesh.size(self.axis))
-        convert = conversion_prices(
-            flow, self.context.hardware, mesh, self.axis, shares(flow, {**dict(mesh.axes), TIME: mesh.microbatches})
-        )
+        left = shares(flow, {**dict(mesh.axes), TIME: mesh.microbatches})
+        prices = op_prices(flow, self.context.hardware, mesh, self.axis, left)
+        convert = conversion_prices(flow, self.context.hardware, mesh, self.axis, left)
 
         def op_price(node: fx.Node, a: Assignment) -> float:
             return prices(node, a) + (POSITIONS if self.sequence and self._idle(node, a, options[node]) else 0.0)

@@ -17,7 +17,7 @@ from autopar.emit.units import Call, Skeleton, Slot
 from autopar.errors import AutoparError
 from autopar.ir.program import Output, Param, Program
 from autopar.ir.units import users_of
-from autopar.runtime.dispatch import CAPACITY, dispatched_experts
+from autopar.runtime.dispatch import ROOM, dispatched_experts
 from autopar.runtime.load import Loads
 from autopar.runtime.random import Streams
 
@@ -123,9 +123,7 @@ def emit(
         sites[f"call{i}"] = _runner(skeleton, site, call)
     function = function_of(outer.graph, "outer", SimpleNamespace(**sites))
     call = _bind(function, outer.arguments, partial(slot, ""), handles, "", alone)
-    uneven = any(
-        n.target is dispatched_experts and n.args[CAPACITY] is None for _, g in program.graphs() for n in g.nodes
-    )
+    uneven = any(n.target is dispatched_experts and n.args[ROOM] is None for _, g in program.graphs() for n in g.nodes)
     return Emitted(call, program.outputs, functions, outer, sites, dispatches=uneven)
 
 

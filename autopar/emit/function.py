@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from autopar.emit.overlap import overlapped
 from autopar.ir.program import Block, Program
 
 _numbers = count()
@@ -45,6 +46,7 @@ class Outer:
 
 def code_of(graph: fx.Graph, name: str) -> tuple[str, dict[str, Any]]:
     """Text of a function ``name(self, ...)`` that frees each value after its last use; its globals."""
+    graph = overlapped(graph)
     for node in graph.find_nodes(op="placeholder"):
         node.target = node.name  # a parameter's own name may be no identifier
     code = graph.python_code(root_module="self")

@@ -24,6 +24,7 @@ from autopar.emit.steps import Moving, loss_of, parts, widened
 from autopar.emit.units import skeleton
 from autopar.errors import AutoparError
 from autopar.ir.mesh import TIME
+from autopar.ir.placement import Placement
 from autopar.ir.printer import print_program
 from autopar.ir.program import Output, Param, Program
 from autopar.ir.units import paths_of
@@ -53,6 +54,7 @@ class ParallelModule(Checkpoints, Named):
         place: this rank on the mesh.
         tensors: this rank's parameters and buffers by first original name (``emit.params.initialise``).
         handles: values of the programs' handle placeholders: axes by name, and under "rng" the random Streams.
+        placement: where the experts of some layers are, as the program's parameters have it.
     """
 
     def __init__(
@@ -62,9 +64,10 @@ class ParallelModule(Checkpoints, Named):
         place: Place,
         tensors: Mapping[str, Tensor],
         handles: Mapping[str, Any],
+        placement: Mapping[str, Placement] | None = None,
     ) -> None:
         super().__init__()
-        self._loads = Loads()
+        self._loads = Loads.of(placement)
         self._place, self._compiler, self._program = place, compiler, program
         self._handles: Mapping[str, Any] = {**handles, "load": self._loads}
         self._across = Across.of(program, place)
@@ -317,9 +320,9 @@ class ParallelModule(Checkpoints, Named):
         """Choices of each expert, and of each rank of ``ep``, in the last step, by path of the layer. Collective.
 
         Raises:
-            AutoparError: ``no-load`` where no experts were shared out over ep.
+            AutoparError: ``no-load`` where no tokens travelled to experts.
         """
-        return self._loads.total(self._place.axes, self._place.summed_axes, self._place.mesh.size("ep"))
+        return self._loads.total(self._place.axes, self._place.summed_axes)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Copy a state dict by original names: whole tensors, or DTensors of any placement. Collective with DTensors.
@@ -365,9 +368,9 @@ class ParallelModule(Checkpoints, Named):
 
         It has the functions of the last variant that computes a loss, and cuts its weights from a state dict.
         """
-        if self._across.stages is not None:
-            why = "to_python writes one function for all ranks, a pipeline has one for each stage"
-            raise AutoparError("unsupported-export", why, "use a mesh without pp")
+        if self._across.stages is not None or self._loads.placed:
+            why = "to_python writes one function for all ranks, and cuts weights in their own order"
+            raise AutoparError("unsupported-export", why, "use a mesh without pp, and no placement of experts")
         losses = [v for v, _ in self._emitted.values() if any(o.kind == "loss" for o in v.program.outputs)]
         program = losses[-1].program if losses else self._program
         bodies = [body_of(program)]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autopar.ir.layout import Layout, chunk_sizes
 from autopar.ir.mesh import Mesh
+from autopar.ir.placement import reordered
 from autopar.ir.program import Chunk, Spec
 from autopar.ir.runs import Run, runs_of
 from autopar.runtime._functional import gathered
@@ -40,12 +41,14 @@ class Held:
         layout: its type on each axis.
         mesh: with the sub-axes that the layout names.
         chunk: how data ranks share out what the layout gives to a rank; None where they repeat it.
+        order: the index of dim 0 that lies at each place which the layout shares out; None where they are in order.
     """
 
     shape: tuple[int, ...]
     layout: Layout
     mesh: Mesh
     chunk: Chunk | None = None
+    order: tuple[int, ...] | None = None
 
     @property
     def shards(self) -> tuple[str, ...]:
@@ -68,6 +71,8 @@ class Held:
     def rows(self, at: Mapping[str, int]) -> tuple[tuple[Run, ...], ...]:
         """For each dim, the runs that the rank at ``at`` holds, in the order of its local tensor."""
         found = rows(self.layout, Spec(self.shape, torch.float32), self.mesh, at)
+        if self.order is not None:
+            found = (tuple(reordered(found[0], self.order)), *found[1:])
         if self.chunk is None:
             return found
         dim, ways = self.chunk.dim, self.chunk.ways

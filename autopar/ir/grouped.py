@@ -71,8 +71,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Non
     x, weight, offsets = ctx.saved_tensors
     grad = grad.contiguous()
     of_x = grouped_mm(grad, weight.transpose(1, 2), offsets) if ctx.needs_input_grad[0] else None
-    of_weight = grouped_outer(x, grad, offsets) if ctx.needs_input_grad[1] else None
-    return of_x, of_weight, None
+    if not ctx.needs_input_grad[1]:
+        return of_x, None, None
+    # In the order of the parameter, of which the weight may be a transposed view: else it would be copied once more.
+    if weight.is_contiguous() or not weight.transpose(1, 2).is_contiguous():
+        return of_x, grouped_outer(x, grad, offsets), None
+    return of_x, grouped_outer(grad, x, offsets).transpose(1, 2), None
 
 
 grouped_mm.register_autograd(_backward, setup_context=_save)
@@ -197,6 +201,7 @@ def experts(
     dtype: torch.dtype,
     first: int | None = None,
     capacity: float | None = None,
+    chunks: int | None = None,
 ) -> Tensor:
     """out[t] = Σ_j weights[t, j] · body(hidden[t]; params[index[t, j]]).
 
@@ -206,7 +211,8 @@ def experts(
             experts contribute nothing.
         body: what one expert computes.
         dtype: of the result.
-        capacity: where rows travel to other ranks, each rank sends at most this many times its mean to an expert.
+        capacity, chunks: where rows travel to other ranks, each rank sends at most ``capacity`` times its mean to an
+            expert; they travel in ``chunks`` parts while others are computed, as one where None.
     """
     count, k = params[0].shape[0], index.shape[1]
     order, ends = arrange(index, count, first or 0)

@@ -151,7 +151,8 @@ class Param:
     """A parameter, buffer or constant of the model, by its first original name.
 
     ``tied`` are its further names. ``layout`` is None until the passes choose one. ``chunk`` is None where data ranks
-    repeat the parameter. ``stages`` are those that read it; empty where there are no stages.
+    repeat the parameter. ``stages`` are those that read it; empty where there are no stages. ``order`` says which
+    index of dim 0 lies at each place that the layout shares out; None where it is the model's own.
     """
 
     name: str
@@ -163,6 +164,7 @@ class Param:
     layout: Layout | None = None
     chunk: Chunk | None = None  # from STAGED on
     stages: tuple[int, ...] = ()
+    order: tuple[int, ...] | None = None
 
     def summed_over(self, mesh: Mesh) -> tuple[str, ...]:
         """The axes over which the engine sums the gradient: those of ``mesh.summed_axes`` that do not shard it."""

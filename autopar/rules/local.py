@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 from torch import fx
@@ -242,12 +242,26 @@ def _experts(node: fx.Node, place: Place) -> None:
     assert not exchange or over == exchange[:1], over
     if exchange:
         node.target, node.kwargs = dispatch.dispatched_experts, {}
-        names = ("hidden", "index", "weights", "params", "body", "dtype", "capacity")
-        given = tuple(known[n] for n in names)
-        node.args = (*given, str(node.meta.get("module") or ""), place.handle("load"), place.handle(exchange[0]))
+        given = tuple(known[n] for n in ("hidden", "index", "weights", "params", "body", "dtype"))
+        layer, load = str(node.meta.get("module") or ""), place.handle("load")
+        node.args = (
+            *given, _room(known, place, exchange[0]), layer, known["chunks"], load, place.handle(exchange[0])
+        )  # fmt: skip
     elif over:
         count = known["params"][0].meta["spec"].shape[0]
         with_arguments(node, first=run_start(owned, 0, count, place.mesh, place.at))
+
+
+def _room(known: dict[str, Any], place: Place, axis: str) -> int | None:
+    """Rows that each rank sends to an expert: ``capacity`` times the mean of the rank with the most tokens."""
+    if known["capacity"] is None:
+        return None
+    tokens, choices = known["index"].meta["spec"].shape
+    held = (
+        runs_of(place.inputs[1], 0, tokens, place.mesh, {**place.at, axis: c}) for c in range(place.mesh.size(axis))
+    )
+    most = max(sum(n for _, n in runs) for runs in held)
+    return max(1, ceil(known["capacity"] * most * choices / known["params"][0].meta["spec"].shape[0]))
 
 
 def _stacked(node: fx.Node, place: Place) -> None:

@@ -42,7 +42,7 @@ def exchanged(x: Tensor, axis: Axis, receive: list[int], send: list[int]) -> Ten
 
 
 def departed(x: Tensor, axis: Axis, receive: list[int], send: list[int]) -> Tensor:
-    """``exchanged`` on the way: a floating tensor to be read through ``arrived``, while ``x`` is kept."""
+    """``exchanged`` on the way: a floating tensor to be read through ``arrived``."""
     out: Tensor = _ops.all_to_all_single(x.contiguous(), receive, send, axis.group)
     return out
 

@@ -5,10 +5,11 @@ from functools import lru_cache
 
 from torch import fx
 
-from autopar.cost.communication import link_of
+from autopar.cost.communication import collective_seconds, link_of
 from autopar.cost.communication import seconds as conversion_seconds
 from autopar.cost.compute import node_cost
 from autopar.cost.compute import seconds as compute_seconds
+from autopar.cost.experts import rows_bytes
 from autopar.cost.hardware import Hardware
 from autopar.ir import ops
 from autopar.ir.layout import Shard, Type
@@ -21,20 +22,35 @@ UNEVEN = 1.02  # an uneven shard waits for its longest piece, and experts for th
 LOCAL = 1e-3  # µs: a conversion that moves nothing is not free, or ties would add it at random
 
 
-def op_prices(flow: Flow, hardware: Hardware, ways: int) -> Callable[[fx.Node, Assignment], float]:
-    """Forward and backward time of an op: its whole time over the axis where it is sharded."""
+def op_prices(
+    flow: Flow, hardware: Hardware, mesh: Mesh, axis: str, shares: dict[int, float]
+) -> Callable[[fx.Node, Assignment], float]:
+    """Forward and backward time of an op: its whole time over the axis where it is sharded, and what it sends itself.
+
+    ``shares`` is what other axes leave of each value.
+    """
+    ways = mesh.size(axis)
 
     @lru_cache(maxsize=None)
     def whole(node: fx.Node) -> float:
         dtype = node.meta["spec"].dtype if not isinstance(node.meta["spec"], tuple) else node.meta["spec"][0].dtype
         return float(sum(compute_seconds(node_cost(node), hardware, dtype))) * MICRO
 
+    @lru_cache(maxsize=None)
+    def travel(node: fx.Node) -> float:
+        """Of rows that go to their experts and come back."""
+        both, share = (2 if node.meta.get("diff") else 1), shares.get(flow.inputs(node)[0], 1.0)
+        sent = (b * share for b in rows_bytes(node))
+        link = link_of(hardware, mesh, axis)
+        return both * UNEVEN * MICRO * sum(float(collective_seconds("all_to_all", b, ways, link)) for b in sent)
+
     def price(node: fx.Node, a: Assignment) -> float:
         shards = [t for t in (*a.inputs, *a.outputs) if isinstance(t, Shard)]
         if not shards:
             return whole(node)
         chosen = node.target is ops.experts and isinstance(a.inputs[3], Shard) and a.inputs[3].dim == 0
-        return whole(node) / ways * (1.0 if all(s.even for s in shards) and not chosen else UNEVEN)
+        sent = travel(node) if chosen and isinstance(a.inputs[0], Shard) else 0.0
+        return sent + whole(node) / ways * (1.0 if all(s.even for s in shards) and not chosen else UNEVEN)
 
     return price
 

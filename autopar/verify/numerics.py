@@ -18,8 +18,10 @@ from autopar.errors import AutoparError
 from autopar.ir.evaluate import evaluate
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import drawn
+from autopar.ir.placement import Placement
 from autopar.ir.program import Program
 from autopar.passes.base import Context
+from autopar.passes.placed import placed
 from autopar.passes.planned import Planned, plan
 from autopar.runtime.random import Streams
 from autopar.runtime.simulate import device_mesh, run_ranks
@@ -87,6 +89,7 @@ def verify(
     strategy: Strategy | str | None = None,
     fp64: bool = True,
     tolerance: float | None = None,
+    placement: Mapping[str, Placement] | None = None,
 ) -> Report:
     """Compare loss, outputs, every gradient and every buffer of all ranks with the unsharded model.
 
@@ -96,6 +99,7 @@ def verify(
         args, kwargs: the global batch.
         fp64: compute in double precision in both, explicit casts to float32 included.
         tolerance: 1e-10 in fp64, else 1e-4.
+        placement: as in ``parallelize``.
     """
     sizes = (
         Mesh.of(dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape)))
@@ -103,6 +107,7 @@ def verify(
         else Mesh.parse(mesh)
     )
     bench = _Bench(model, sizes, args, dict(kwargs or {}), loss, batch_dims, Strategy.of(strategy), fp64)
+    bench.placement = placement
     with wide() if fp64 else nullcontext():
         return bench.report(tolerance if tolerance is not None else (1e-10 if fp64 else 1e-4))
 
@@ -112,6 +117,7 @@ class _Bench:
 
     def __init__(self, model, sizes, args, kwargs, loss, batch_dims, strategy, fp64):  # type: ignore[no-untyped-def]
         self.sizes, self.strategy = sizes, strategy
+        self.placement: Mapping[str, Placement] | None = None
         structure, self.inputs = Structure.of(model, args, kwargs)
         self.dims = batch_dims_of(structure, self.inputs, batch_dims)
         total = next((t.shape[d] for t, d in zip(self.inputs, self.dims) if d is not None), sizes.data_size)
@@ -256,6 +262,7 @@ class _Bench:
     def lower(self, plan: Planned, rank: int) -> Variant:
         """The rank's own programs."""
         program, prologue = plan.local(Context(load(self.strategy.hardware)), lambda mesh: mesh.coordinates(rank))
+        program = placed(program, self.placement)
         return Variant(program, self.plain.structure, self.traced.constants, plan.programs, prologue=prologue)
 
     def rank(self, rank: int, variants: Mapping[bool, Variant]) -> dict[str, Tensor | None]:
@@ -264,7 +271,8 @@ class _Bench:
         place = Place.of(mesh, device_mesh(mesh))
         held = Across.of(program, place).held()
         tensors = initialise(self.model, held, place, self.traced.constants)
-        pm = ParallelModule(_Fixed(variants), program, place, tensors, {**place.axes, "rng": Streams(0)})
+        handles = {**place.axes, "rng": Streams(0)}
+        pm = ParallelModule(_Fixed(variants), program, place, tensors, handles, self.placement)
         pm.train(self.model.training)
         args, kwargs = structure.unflatten(self.cut(self.data_rank(rank)))
         has_loss = any(o.kind == "loss" for o in program.outputs)
