@@ -184,16 +184,15 @@ class Records:
             if min(unseen) not in hit:
                 raise Unrecognized(f"expert {min(unseen)} is not chosen where it scores highest")
             unseen, always = unseen - hit, always & hit
-        always &= self.add(Scores(1, "biased"))
-        always &= self.add(Scores(0, "alike"))
-        while always:
-            one = min(always)
-            always &= self.add(Scores(one + 1, "alike"))
-            if one in always:
-                break
+        for kind in ("biased", "without", "alike"):
+            always &= self.add(Scores(0, kind))
+        before = everyone
+        while always and always < before:
+            before, always = always, always & self.add(Scores(max(always) + 1, "alike"))
         for first in range(1, self.experts):
-            if self.questions.open():
-                self.add(Scores(first, "alike"))
+            for scores in (Scores(first, "alike"), Scores(first)):
+                if self.questions.open():
+                    self.add(scores)
         if self.questions.open():
             raise Unrecognized("Python asks what has more answers than can be seen")
         return self.made[0]

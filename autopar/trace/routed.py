@@ -171,13 +171,17 @@ class Layer:
         return terms.base if whole and terms.base not in self.dynamic else False
 
     def _index(self, by: set[fx.Node], rows: Tensor, owners: Tensor, count: int, k: int) -> fx.Node | None:
-        """The integers, k for each row, that say which experts it goes to: the last ones behind the rows' selection."""
+        """The integers, k for each row, that say which experts it goes to.
+
+        The last choice behind the rows' selection, or else the last value there, that has these numbers.
+        """
         order = torch.argsort(rows * self.experts + owners)
         want = owners[order].view(count, k)
         if k > 1 and bool((want[:, 1:] == want[:, :-1]).any()):
             return None
         candidates = behind([*by, *self.asked])
-        for node in reversed([n for n in self.nodes if n in candidates]):
+        last = reversed([n for n in self.nodes if n in candidates])
+        for node in sorted(last, key=lambda n: "choice" not in n.meta):
             value = node.meta.get("number")
             if value is None or value.dtype != torch.long or value.numel() != count * k or node in self.dynamic:
                 continue

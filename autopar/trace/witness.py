@@ -29,6 +29,7 @@ GIVEN = {aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default:
 ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 UNSET = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)
 VIEWS = {aten.select.int: aten.select_scatter.default, aten.slice.Tensor: aten.slice_scatter.default}
+PRODUCTS = (aten.mm.default, aten.addmm.default)
 FAVOUR = (8.0, 6.0)  # what the experts score that a token shall choose; others score less
 STEP = 4.0  # by how much an expert scores above the next one where all tokens rank them alike
 COUNTED = {aten.index.Tensor: 1, aten.masked_select.default: 1}  # which argument says how large the result is; else 0
@@ -39,11 +40,12 @@ class Scores:
     """What experts score in a record.
 
     ``kind``: "spread": of token t the expert ``(t + first) % experts`` scores highest, then the next one; "alike": all
-    tokens rank the experts ``first``, ``first + 1``, ...; "biased": spread, and vectors of that length rank them so.
+    tokens rank the experts ``first``, ``first + 1``, ...; "biased": spread, and vectors of that length rank them so;
+    "without": spread over all experts but ``first``, which scores lowest.
     """
 
     first: int = 0
-    kind: Literal["spread", "alike", "biased"] = "spread"
+    kind: Literal["spread", "alike", "biased", "without"] = "spread"
 
 
 class Witness(TorchDispatchMode):
@@ -63,7 +65,7 @@ class Witness(TorchDispatchMode):
         super().__init__()
         self.experts, self.like = experts, like
         self.asked: list[tuple[fx.Node, tuple[Any, ...]]] = []
-        self.random = torch.Generator().manual_seed(0)
+        self.random = torch.Generator().manual_seed(like.first)
         self.graph = fx.Graph()
         self.nodes: dict[int, fx.Node] = {}
         self.views: dict[int, tuple[Tensor, Any, tuple[Any, ...]]] = {}
@@ -114,7 +116,7 @@ class Witness(TorchDispatchMode):
         if func._schema.is_mutable:
             return self._write(func, args, kwargs, given, expert)
         ran = self._run(func, args, kwargs)
-        out = self._valued(ran, expert)
+        out = self._valued(func, ran, expert)
         if func is aten.detach.default and (given[0][0].target in FILLED or given[0][0].target in GIVEN):
             self._follow(out, given[0][0])  # how a factory's own kernel ends
             return out
@@ -184,13 +186,14 @@ class Witness(TorchDispatchMode):
             return torch.full(out.shape, args[GIVEN[func]], dtype=out.dtype)
         return func(*args, **{**kwargs, "device": "cpu"})
 
-    def _valued(self, out: Any, expert: frozenset[int]) -> Any:
-        """Scores of experts get numbers."""
+    def _valued(self, func: Any, out: Any, expert: frozenset[int]) -> Any:
+        """Scores of experts get numbers: values as wide as there are experts, and products as high."""
         if not isinstance(out, Tensor) or expert or not out.is_meta or not out.is_floating_point():
             return out
         if out.ndim and out.shape[-1] == self.experts:
             return self.scores(out)
-        return self.scores(out.t()).t() if out.ndim == 2 and out.shape[0] == self.experts else out
+        turned = func in PRODUCTS and out.ndim == 2 and out.shape[0] == self.experts
+        return self.scores(out.t()).t() if turned else out
 
     def scores(self, like: Tensor) -> Tensor:
         """Numbers for scores [..., experts]."""
@@ -199,9 +202,12 @@ class Witness(TorchDispatchMode):
         if self.like.kind == "alike":
             out = out * 0.01 + self._ranks(self.like.first)
         else:
-            start = torch.arange(rows) + self.like.first
+            left_out = int(self.like.kind == "without")
             for i, more in enumerate(FAVOUR[: self.experts]):
-                out[torch.arange(rows), (start + i) % self.experts] = more
+                at = left_out + (torch.arange(rows) + i) % (self.experts - left_out)
+                out[torch.arange(rows), (at + self.like.first) % self.experts] = more
+            if left_out:
+                out[:, self.like.first] = -FAVOUR[0]
         return out.to(like.dtype).view(like.shape)
 
     def _ranks(self, first: int) -> Tensor:

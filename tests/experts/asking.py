@@ -205,7 +205,7 @@ class Greater(Where):
 
     def dispatch(self, t: Tensor, w: Tensor, i: Tensor) -> Tensor:
         out, mask = torch.zeros_like(t), torch.nn.functional.one_hot(i, EXPERTS).permute(2, 1, 0)
-        for (e,) in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+        for e in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
             slot, token = torch.where(mask[e].squeeze(0))
             out.index_add_(0, token, self.experts[e](t[token]) * w[token, slot, None])
         return out
