@@ -88,7 +88,8 @@ def decide(
         except AutoparError as error:
             refused.append(f"{found.mesh} {found.strategy}: {error.message} [{error.slug}]")
             continue
-        return Decision(found.mesh, str(chosen), batch, _summary(found, batch), _text(found, plans, refused))
+        summary = "; ".join((_summary(found, batch), *plans.notes))
+        return Decision(found.mesh, str(chosen), batch, summary, _text(found, plans, refused))
     raise AutoparError("nothing-compiles", "\n".join(("no plan that fits can be compiled:", *refused)), "give a mesh")
 
 

@@ -98,9 +98,16 @@ def planned(forms: list[Forms], machine: Hardware, space: Space, regime: Regime,
     def wrap(options: list[Any]) -> tuple[Plan, ...]:
         return tuple(Plan(o, machine, tokens, found) for o in options)
 
-    best = list(found.ranked[:count])
-    hint = "" if best else _hint(found, forms, machine, space, regime)
-    return Plans(wrap(best), wrap(list(found.front)), found, hint)
+    best, notes = list(found.ranked[:count]), _notes(forms, space)
+    hint = "" if best else "\n".join((_hint(found, forms, machine, space, regime), *notes))
+    return Plans(wrap(best), wrap(list(found.front)), found, hint, notes)
+
+
+def _notes(forms: list[Forms], space: Space) -> tuple[str, ...]:
+    """Axes of the space that no plan of the model has, and why."""
+    if "pp" not in space.axes or any(f.family.order for f in forms):
+        return ()
+    return ("no plan has stages (pp): they begin with layers that repeat, and the model has none",)
 
 
 def regime_of(model: nn.Module, precision: str) -> Regime:

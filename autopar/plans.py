@@ -110,12 +110,14 @@ class Plans(Sequence[Plan]):
 
     Args:
         hint: where nothing fits: what is over by how much, and the smallest change that fits.
+        notes: what was left out of the search, and why.
     """
 
     plans: tuple[Plan, ...]
     front: tuple[Plan, ...]
     found: Found
     hint: str = ""
+    notes: tuple[str, ...] = ()
 
     def __getitem__(self, index: Any) -> Any:
         return self.plans[index]
@@ -126,6 +128,8 @@ class Plans(Sequence[Plan]):
     def __str__(self) -> str:
         console = Console(width=160, record=True, file=io.StringIO(), highlight=False)
         console.print(self.table() if self.plans else self.hint)
+        for note in self.notes if self.plans else ():
+            console.print(note)
         return console.export_text()
 
     def table(self, front: bool = False) -> Grid:

@@ -15,7 +15,7 @@ from torch import fx
 
 from autopar.cost import communication, experts
 from autopar.cost.compute import Shapes, Value, bound, differentiable
-from autopar.cost.keep import gathers, keeps
+from autopar.cost.keep import FIRST, LAST, gathers, keeps
 from autopar.cost.kernels import Kernel, kernels
 from autopar.cost.price import BACKWARD, FORWARD
 from autopar.cost.shares import layouts, local_value
@@ -26,7 +26,6 @@ from autopar.ir.layout import I, Layout, R, Shard
 from autopar.ir.mesh import KNOWN_AXES
 from autopar.ir.program import Program, Spec, specs
 
-FIRST, LAST = "first", "last"
 ROWS = sympy.Symbol("b", integer=True, positive=True)
 POSITIONS = sympy.Symbol("s", integer=True, positive=True)
 AXES = axis_sizes(KNOWN_AXES)

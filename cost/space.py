@@ -161,7 +161,8 @@ def _grid(
     data, node = dp * ep * cp, np.maximum(1, space.node // tp)
     zero = np.array([0, 1, 2, 3, 1, 3], float).reshape(1, -1, 1, 1, 1)
     copies = np.array([0, 0, 0, 0, 1, 1]).reshape(1, -1, 1, 1, 1)
-    recompute = np.arange(3.0).reshape(1, 1, -1, 1, 1)
+    policies = range(3) if family.order or "recompute" in dict(space.given) else (0,)  # blocks alone recompute
+    recompute = np.array(policies, float).reshape(1, 1, -1, 1, 1)
     schedule = np.array([float(SCHEDULES.index(k)) for k in kinds]).reshape(1, 1, 1, -1, 1)
     ulysses = np.arange(2.0).reshape(1, 1, 1, 1, -1)
     shard = np.where(copies == 1, node, 0)
