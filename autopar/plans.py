@@ -15,6 +15,8 @@ from autopar.cost.neighbours import neighbours
 from autopar.cost.search import Found, Option
 from autopar.cost.table import duration, size
 
+UNPRICED = ("strict", "prefetch", "outputs", "expert_capacity")  # fields of Strategy that no price depends on
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -37,8 +39,9 @@ class Plan:
 
     @property
     def strategy(self) -> str:
-        """Fields of ``Strategy``, as text."""
-        return self.option.strategy
+        """Fields of ``Strategy``, as text; also those that were decided and have no price."""
+        own = (f"{k}={v}" for k, v in self.found.question.space.given if k in UNPRICED)
+        return ",".join(filter(None, (self.option.strategy, *own)))
 
     @property
     def seconds(self) -> float:

@@ -188,7 +188,7 @@ def search(forms: Iterable[Forms], hardware: Hardware, space: Space, regime: Reg
     """Price every candidate; where nothing fits, those with states in host memory too."""
     question = Question(tuple(forms), hardware, space, regime, limit)
     found = _search(question)
-    if not found.ranked and not space.offload:
+    if not found.ranked and not space.offload and "offload" not in dict(space.given):
         more = _search(replace(question, space=replace(space, offload=True)))
         least = tuple(sorted((*found.least, *more.least), key=lambda o: (o.peak, o.seconds, o.key())))
         found = replace(more, count=found.count + more.count, least=least)
