@@ -106,9 +106,7 @@ class _Run:
 
     def _mine(self, rows: Tensor) -> dict[str, Tensor]:
         """This data rank's rows of the global batch, as the model's inputs."""
-        at, place = self.mesh.coordinates(self.rank), 0
-        for axis in self.mesh.data_axes:
-            place = place * self.mesh.size(axis) + at[axis]
+        place = self.mesh.data_rank(self.mesh.coordinates(self.rank))
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
         ids = rows.chunk(self.mesh.data_size)[place].long().to(device)
         return {"input_ids": ids, "labels": ids.clone()}

@@ -29,9 +29,7 @@ def model(name: str) -> Any:
 
 def mine(mesh: Mesh) -> dict[str, torch.Tensor]:
     """This data rank's rows."""
-    at, place = mesh.coordinates(dist.get_rank()), 0
-    for axis in mesh.data_axes:
-        place = place * mesh.size(axis) + at[axis]
+    place = mesh.data_rank(mesh.coordinates(dist.get_rank()))
     return {n: t.chunk(mesh.data_size)[place].clone() for n, t in whole(64).items()}
 
 
@@ -132,7 +130,7 @@ def features(rows: int) -> torch.Tensor:
 def without_layers() -> tuple[float, str, str]:
     pm = autopar.parallelize(seeded(Mlp), None, (features(4),), strategy="auto", loss=torch.Tensor.sum)
     mesh = Mesh.parse(pm.plan.mesh)
-    rows = features(8).chunk(mesh.data_size)[mesh.coordinates(dist.get_rank()).get("dp", 0)]
+    rows = features(8).chunk(mesh.data_size)[mesh.data_rank(mesh.coordinates(dist.get_rank()))]
     return float(pm.train_step(rows)), pm.plan.mesh, pm.plan.summary
 
 
