@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from autopar.cost import hardware as profiles
+from autopar.cost.candidates import SCHEDULES
 from autopar.cost.forms import Forms
 from autopar.cost.hardware import Hardware
 from autopar.cost.memory import Widths
 from autopar.cost.regime import Regime
 from autopar.cost.search import Found, search
 from autopar.cost.space import ENGINES, Space
-from autopar.cost.step import SCHEDULES
 from autopar.cost.table import size
 from autopar.errors import AutoparError
 from autopar.families import Example, families

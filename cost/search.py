@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from autopar.cost.candidates import ORDER, SCHEDULES, Candidates
 from autopar.cost.forms import POLICIES, Forms
 from autopar.cost.hardware import Hardware
 from autopar.cost.polynomials import Array
 from autopar.cost.regime import Regime
 from autopar.cost.space import Grid, Space, grids
-from autopar.cost.step import ORDER, SCHEDULES, Candidates, Group, Steps, steps, times_of
+from autopar.cost.step import Group, Steps, steps
+from autopar.cost.work import times_of
 
 KEEP = 64  # of the fastest, from which the ranking is made
 
@@ -67,6 +69,17 @@ class Option:
             "recompute": self.recompute if self.recompute != "none" else "", "offload": "cpu" if self.offload else "",
         }  # fmt: skip
         return ",".join(f"{k}={'true' if v is True else v}" for k, v in given.items() if v)
+
+    def candidates(self, positions: int) -> Candidates:
+        """The option as columns of one row. ``positions``: of a row."""
+        values = {
+            "rows": self.rows, "microbatches": self.microbatches, "zero": self.zero, "shard": self.shard,
+            "recompute": POLICIES.index(self.recompute), "schedule": SCHEDULES.index(self.schedule),
+            "virtual": self.virtual, "offload": self.offload, "ulysses": self.context == "ulysses",
+        }  # fmt: skip
+        columns = {name: np.array([float(v)]) for name, v in values.items()}
+        sizes = {axis: np.array([float(n)]) for axis, n in self.sizes.items()}
+        return Candidates(sizes, **columns, positions=float(positions), order=self.order)
 
     def key(self) -> tuple[object, ...]:
         """What tells options apart: an order that does not depend on the machine."""

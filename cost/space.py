@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from autopar.cost.candidates import ORDER, SCHEDULES, Candidates
 from autopar.cost.family import Family
 from autopar.cost.forms import POLICIES
 from autopar.cost.polynomials import Array
 from autopar.cost.schedule import check_legal
-from autopar.cost.step import ORDER, SCHEDULES, Candidates
 from autopar.errors import AutoparError
 
 PLACEMENTS = (ORDER, ("pp", "dp", "ep", "tp", "cp"), ("dp", "pp", "ep", "cp", "tp"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.cost import communication, compute, memory
+from autopar.cost import communication, compute, links, memory
 from autopar.cost.balance import Unit
 from autopar.cost.communication import Link, Step
 from autopar.cost.compute import NodeCost, Shapes, differentiable, global_values, node_cost, op_name
@@ -85,8 +85,7 @@ def units(
 
 def send_seconds(count: float, hardware: Hardware, mesh: Mesh) -> float:
     """Seconds of a message of ``count`` bytes between neighbours on ``pp``; over the network if that leaves a node."""
-    tier = hardware.inner if communication.link_of(hardware, mesh, "pp").nodes == 1 else hardware.outer
-    return tier.base + tier.latency + count / tier.rate("other")
+    return float(links.send_seconds(hardware, count, communication.link_of(hardware, mesh, "pp").nodes > 1))
 
 
 class _Tally:

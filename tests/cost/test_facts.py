@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import sympy
 
+from autopar.cost.candidates import SCHEDULES, Candidates
 from autopar.cost.communication import collective_bytes
 from autopar.cost.family import Family, Unit
 from autopar.cost.forms import Forms
@@ -11,7 +12,7 @@ from autopar.cost.hardware import load
 from autopar.cost.kernels import Kernel
 from autopar.cost.memory import MIXED_ADAM, states
 from autopar.cost.regime import Regime
-from autopar.cost.step import SCHEDULES, Candidates, steps
+from autopar.cost.step import steps
 from autopar.cost.zero import Stage
 
 PSI, N, P, M, V = sympy.symbols("Psi N p m v", positive=True)
@@ -41,7 +42,7 @@ def pipeline(p: int, m: int, schedule: str, virtual: int = 1):
     """A model of equal blocks whose ends cost nothing, on a pipeline whose sends cost next to nothing."""
     import torch
 
-    work = Kernel("memory", (0, 0), (1e9, 2e9), None, torch.float32)
+    work = Kernel("memory", (0, 0), (1e11, 2e11), None, torch.float32)
     policies = {"none": 7.0, "selective": 5.0, "full": 1.0}
     end = dict.fromkeys(policies, 0.0)
     block = Unit("block", 1, ((1, work),), (), {}, policies, 0, (0, 0))
@@ -53,7 +54,7 @@ def pipeline(p: int, m: int, schedule: str, virtual: int = 1):
     }.items()}  # fmt: skip
     sizes = {a: np.array([float(n)]) for a, n in {"pp": p, "dp": 1, "ep": 1, "cp": 1, "tp": 1}.items()}
     found = steps(Forms(made), load("h100"), Candidates(sizes, positions=1.0, **column), Regime(even=True))
-    ideal = m * (48 / p) * 3e9 / (load("h100").memory_bandwidth * load("h100").memory_efficiency)
+    ideal = m * (48 / p) * 3e11 / (load("h100").memory_bandwidth * load("h100").memory_efficiency)
     return found, ideal
 
 
