@@ -30,16 +30,21 @@ def draw(
     args: argparse.Namespace, screen: Screen, loaded: LoadedModel, steps: Steps, pairs: Sequence[Pair] = (),
     front: Sequence[Plan] = (),
 ) -> None:  # fmt: skip
-    """Write what was asked for. Raises AutoparError ``unwritable-file``, ``missing-package``."""
+    """Write what was asked for.
+
+    Args:
+        steps: names, the plans with the numbers that the command's table has, and how each is simulated. pairs: of the
+            same strategies in the same order, where they were measured.
+
+    Raises AutoparError ``unwritable-file``, ``missing-package``.
+    """
     if args.trace:
         found = [(name, step) for name, _, step in steps if step is not None]
         _write(args.trace, json.dumps(trace_of(found)))
         screen.say(f"{args.trace}: open it at ui.perfetto.dev or chrome://tracing")
     if args.html:
-        ran = {p.name: p for p in pairs}
-        near = [
-            Strategy(n, ran[n].plan if n in ran else p, s, ran[n].measured if n in ran else None) for n, p, s in steps
-        ]
+        measured = [p.measured for p in pairs] or [None] * len(steps)
+        near = [Strategy(n, p, s, m) for (n, p, s), m in zip(steps, measured, strict=True)]
         with screen.working(f"drawing {args.html}"):
             best = min(steps, key=lambda s: (s[1].memory > s[1].found.limit, s[1].seconds))
             text = page(f"{args.model}", loaded.description, near, layers_of(loaded, best[0], best[1]), front)
