@@ -84,7 +84,7 @@ def decide(
         try:
             _compile(model, example, found, chosen, loss)
         except AutoparError as error:
-            refused.append(f"{found.mesh} {found.strategy}: {error.message} [{error.slug}]")
+            refused.append(f"{found.words}: {error.message} [{error.slug}]")
             continue
         summary = "; ".join((_summary(found, batch), *plans.notes))
         return Decision(found.mesh, str(chosen), batch, summary, _text(found, plans, refused))
@@ -118,8 +118,8 @@ def _compile(model: nn.Module, example: Example, found: Plan, strategy: Strategy
 
 
 def _summary(found: Plan, batch: int) -> str:
-    what = f"{found.mesh} {found.strategy}".strip()
-    return f"{what}: predicted {found.seconds * 1e3:.3g} ms a step of {batch} rows, {found.memory / 2**30:.3g} GiB"
+    price = f"predicted {found.seconds * 1e3:.3g} ms a step of {batch} rows, {found.memory / 2**30:.3g} GiB"
+    return f"{found.words}: {price}"
 
 
 def _text(found: Plan, plans: Plans, refused: list[str]) -> str:

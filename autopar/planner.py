@@ -166,7 +166,7 @@ def _hint(found: Found, forms: list[Forms], machine: Hardware, space: Space, reg
     over = least[0].peak - found.limit
     text = (
         f"nothing fits: the smallest needs {size(least[0].peak)} a device, {size(over)} over {size(found.limit)} "
-        f"({kind} {size(least[0].memory[kind])}): {least[0].mesh} {least[0].strategy}"
+        f"({kind} {size(least[0].memory[kind])}): {least[0].words}"
     )
     for words, changed in _relaxed(space):
         if search(forms, machine, changed, regime, found.limit).ranked:

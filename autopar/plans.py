@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,16 @@ class Plan:
         return ",".join(filter(None, (self.option.strategy, *own)))
 
     @property
+    def words(self) -> str:
+        """Mesh and strategy, in one line."""
+        return f"{self.mesh} {self.strategy}".strip()
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank holds no more than it may."""
+        return self.memory <= self.found.limit
+
+    @property
     def seconds(self) -> float:
         """Predicted seconds of a step."""
         return self.option.seconds
@@ -74,7 +84,7 @@ class Plan:
 
     def why(self, other: Option) -> str:
         """Why another option is worse: what is over, or which parts of the step are longer."""
-        if other.peak > self.found.limit:
+        if not replace(self, option=other).fits:
             return f"does not fit: {size(other.peak - self.found.limit)} over"
         longer = {name: b - a for name, a, b in _parts(self.option, other) if b - a > 1e-3 * self.seconds}
         top = sorted(longer, key=lambda name: (-longer[name], name))[:2]
@@ -105,6 +115,11 @@ class Plan:
         )  # fmt: skip
         rows = [(change, n.mesh, n.strategy, self.why(n)) for change, n in self.neighbours()]
         yield _two("neighbours: the best with one change", ("change", "mesh", "strategy", "why worse"), rows)
+
+
+def first_of(plans: Sequence[Plan]) -> int:
+    """The index of the fastest that fits, else of the fastest."""
+    return min(range(len(plans)), key=lambda i: (not plans[i].fits, plans[i].seconds))
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,11 @@ class Option:
         return ",".join(f"{a}={self.sizes[a]}" for a in self.order if self.sizes[a] > 1) or "dp=1"
 
     @property
+    def words(self) -> str:
+        """Mesh and strategy, in one line."""
+        return f"{self.mesh} {self.strategy}".strip()
+
+    @property
     def strategy(self) -> str:
         """Fields of a Strategy that differ from its defaults, as text."""
         pipeline = self.sizes["pp"] > 1

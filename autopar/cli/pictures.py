@@ -11,7 +11,7 @@ from autopar.cli.models import LoadedModel
 from autopar.cli.screen import Screen
 from autopar.cost.rehearsal import Rehearsal
 from autopar.errors import AutoparError
-from autopar.plans import Plan
+from autopar.plans import Plan, first_of
 from autopar.report.blocks import pictures
 from autopar.report.page import Layers, Strategy, page
 from autopar.report.perfetto import trace_of
@@ -46,7 +46,7 @@ def draw(
         measured = [p.measured for p in pairs] or [None] * len(steps)
         near = [Strategy(n, p, s, m) for (n, p, s), m in zip(steps, measured, strict=True)]
         with screen.working(f"drawing {args.html}"):
-            best = min(steps, key=lambda s: (s[1].memory > s[1].found.limit, s[1].seconds))
+            best = steps[first_of([p for _, p, _ in steps])]
             text = page(f"{args.model}", loaded.description, near, layers_of(loaded, best[0], best[1]), front)
         _write(args.html, text)
         screen.say(f"{args.html}: one page, open it in a browser")
