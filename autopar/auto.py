@@ -145,13 +145,22 @@ def decided(
     whole = bool(fixed) and Mesh.of(fixed).world == len(rows)
     batch = rows[0] * Mesh.of(fixed).data_size if whole else sum(rows)
 
+    made = everywhere(model, len(rows), example, strategy, fixed, batch, loss)
+    return made, Example.of(*example).with_rows(batch // Mesh.parse(made.mesh).data_size)
+
+
+def everywhere(
+    model: nn.Module, ranks: int, example: Inputs, strategy: str, fixed: Mapping[str, int], rows: int,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> Decision:  # fmt: skip
+    """What the first process decides for this machine's devices, on all of them, and says on stderr. Collective."""
+
     def choose() -> Decision:
-        made = decide(model, len(rows), *example, strategy, mesh=fixed, rows=batch, loss=loss, hardware=accelerator())
-        print(f"autopar: {made.summary}; pm.plan.explain() says why", file=sys.stderr)
+        made = decide(model, ranks, *example, strategy, mesh=fixed, rows=rows, loss=loss, hardware=accelerator())
+        print(f"autopar: {made.summary}", file=sys.stderr)
         return made
 
-    made = of_the_first(choose)
-    return made, Example.of(*example).with_rows(batch // Mesh.parse(made.mesh).data_size)
+    return of_the_first(choose)
 
 
 def sizes_of(mesh: DeviceMesh | str | Mapping[str, int] | int | None, world: int) -> dict[str, int]:

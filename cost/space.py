@@ -208,11 +208,11 @@ def _grid(
 def _runs(schedule: Array, pp: Array, virtual: int, parts: Array, named: bool) -> Mask:
     """Whether the schedule can run so many microbatches: the rules of ``schedule.check_legal``.
 
-    1F1B where they fill the pipeline, else GPipe; either where the user has named it.
+    1F1B where they fill the pipeline, else GPipe; GPipe also where the user has named it.
     """
     fills, kind = parts >= pp * (virtual if virtual > 1 else 1), {n: SCHEDULES.index(n) for n in SCHEDULES}
     rounds = parts % np.maximum(1, parts // pp) == 0
-    ok = np.where(schedule == kind["1f1b"], fills | named, True)
+    ok = np.where(schedule == kind["1f1b"], fills, True)
     ok &= np.where(schedule == kind["gpipe"], ~fills | named, True)
     ok &= np.where(np.isin(schedule, (kind["interleaved"], kind["zero-bubble"])), rounds, True)
     return np.where(schedule == kind["zbv"], fills, ok) | (pp == 1)

@@ -134,14 +134,22 @@ class Group(Work):
         return forward + backward, forward * (1 + (self.c.recompute == 2)) + backward
 
     def _bubble(self, each: Array) -> Array:
-        """Seconds of waiting while the pipeline fills and drains; zero-bubble schedules put W where others wait."""
+        """Seconds of waiting while the pipeline fills and drains, as ``cost.timeline`` simulates equal stages.
+
+        Schedules that split the backward put W where others wait: at once that of the first microbatch, and one more
+        with each that follows, until the pipeline is full. Interleaving asks for as many microbatches as ranks.
+        """
         if self.pp == 1:
             return np.zeros(1)
-        backward = self.mean(self.on(lambda t: t.backward)) / self.pp
+        p, m = self.pp, self.c.microbatches
         fill = (self.mean(each) - each.max(axis=0)) / self.virtual
-        mean, weight = self.mean(self.on(lambda t: t.forward)) / self.pp + backward, backward / 2
-        left = [np.maximum(0.0, mean - n * weight) / np.maximum(mean, 1e-30) for n in (2, 3)]
-        return np.choose(self.c.schedule.astype(int), [fill, fill, fill, fill * left[0], fill * left[1]])
+        forward, weight = self.mean(self.on(lambda t: t.forward)) / p, self.mean(self.on(lambda t: t.backward)) / p / 2
+        whole = np.maximum(forward + 2 * weight, 1e-30)
+        hidden = weight + np.minimum(forward, weight) * np.minimum(m - 1, p - 1) / (p - 1)
+        late = 1 + (self.virtual - 1) * np.maximum(0, p - m) / (p - 1)
+        ends = np.maximum(forward, weight) + np.maximum(0, forward - weight) * (p - 2) / (p - 1)
+        left = [1.0, 1.0, late, 1 - hidden / whole, ends / whole]
+        return fill * np.choose(self.c.schedule.astype(int), left)
 
     def _memory(self) -> dict[str, Array]:
         """Bytes by kind of the rank that holds most."""
