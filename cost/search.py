@@ -67,9 +67,10 @@ class Option:
     def strategy(self) -> str:
         """Fields of a Strategy that differ from its defaults, as text."""
         pipeline = self.sizes["pp"] > 1
+        parts = self.microbatches if pipeline or self.microbatches > 1 else 0  # a pipeline's default is more than one
         given = {
             "sequence_parallel": self.sequence, "context_parallel": self.context, "zero": self.zero,
-            "zero_shard_size": self.shard, "microbatches": self.microbatches if self.microbatches > 1 else 0,
+            "zero_shard_size": self.shard, "microbatches": parts,
             "schedule": self.schedule if pipeline else "", "virtual_stages": self.virtual if self.virtual > 1 else 0,
             "recompute": self.recompute if self.recompute != "none" else "", "offload": "cpu" if self.offload else "",
         }  # fmt: skip

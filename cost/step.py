@@ -148,7 +148,7 @@ class Group(Work):
         hidden = weight + np.minimum(forward, weight) * np.minimum(m - 1, p - 1) / (p - 1)
         late = 1 + (self.virtual - 1) * np.maximum(0, p - m) / (p - 1)
         ends = np.maximum(forward, weight) + np.maximum(0, forward - weight) * (p - 2) / (p - 1)
-        left = [1.0, 1.0, late, 1 - hidden / whole, ends / whole]
+        left: list[Any] = [1.0, 1.0, late, 1 - hidden / whole, ends / whole]
         return fill * np.choose(self.c.schedule.astype(int), left)
 
     def _memory(self) -> dict[str, Array]:
