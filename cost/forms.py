@@ -153,7 +153,7 @@ class UnitForms:
     def _sent(self, points: Points, links: Links) -> dict[tuple[str, str], Array]:
         out: dict[tuple[str, str], Any] = {}
         for message, whole in zip(self.unit.messages, self._messages(points)):
-            also = ("cp",) if message.axis == "dp" else ()  # counts and losses, which are sums over positions, too
+            also = ("cp",) if message.axis == "dp" and not message.given else ()  # sums over positions, too
             for axis in (message.axis, *also):
                 seconds = message.calls * links.seconds(message.collective, whole, axis)
                 out[axis, message.when] = out.get((axis, message.when), 0) + seconds

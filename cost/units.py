@@ -15,7 +15,8 @@ from autopar.cost.communication import Link, Step
 from autopar.cost.compute import NodeCost, Shapes, differentiable, global_values, node_cost, op_name
 from autopar.cost.hardware import Hardware
 from autopar.cost.local import STEPS, axis_of, steps_of
-from autopar.cost.program import Links, work_dtype
+from autopar.cost.price import BACKWARD, FORWARD
+from autopar.cost.program import Links, sent_inside, work_dtype
 from autopar.cost.shares import Sizes, check_priced, layouts, local_shapes, local_value, mesh_sizes
 from autopar.cost.symbols import product
 from autopar.cost.zero import Stage
@@ -119,7 +120,11 @@ class _Tally:
         cost = node_cost(node, self.shapes)
         forward, backward = map(float, compute.seconds(cost, self.hardware, work_dtype(node)))
         weight = backward * _weight_share(node, cost, fixed)
-        return forward, backward - weight, weight
+        sent = {FORWARD: 0.0, BACKWARD: 0.0}
+        for axis, _, collective, when, whole in sent_inside(node, self.shapes, self.sizes):
+            ways = self.sizes[axis]
+            sent[when] += float(communication.collective_seconds(collective, whole, ways, self.links[axis]))
+        return forward + sent[FORWARD], backward - weight + sent[BACKWARD], weight
 
     def _conversion(self, node: fx.Node) -> tuple[float, float]:
         """Seconds of a conversion's collectives, forward and backward."""

@@ -140,9 +140,12 @@ class Work:
         return whole, whole
 
     def turned(self) -> Ways:
-        """Bytes, of all context ranks, that go round in a ring: keys and values, backward their gradients as well."""
-        keys = self.on(lambda t: t.heads[1]) * self.c.sizes["cp"]
-        return keys, 2 * keys
+        """Bytes, of all context ranks, that go round in a ring: keys and values, backward their gradients as well.
+
+        Gradients travel in the dtype of accumulation.
+        """
+        keys, wide = self.on(lambda t: t.heads[1]) * self.c.sizes["cp"], 2 if self.regime.compute_width == 2 else 1
+        return keys, (1 + wide) * keys
 
     def send(self) -> Array:
         """Seconds of a message of one microbatch to the next stage."""
