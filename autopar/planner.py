@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.compile import uncollected
 from autopar.cost import hardware as profiles
 from autopar.cost.candidates import SCHEDULES
 from autopar.cost.forms import Forms
@@ -26,6 +27,7 @@ from autopar.strategy import Strategy, written
 USABLE = 0.92  # of a device's memory: what is left by its context, the allocator and libraries
 
 
+@uncollected()
 def plan(
     model: nn.Module,
     cluster: str,

@@ -141,7 +141,7 @@ class Found:
     Args:
         question: what was asked. count: candidates priced. ranked: the fastest that fit, fastest first; ties by memory,
             then by the order of their fields. front: nothing that fits is both faster and smaller, fastest first.
-        least: the one with the least memory of each grid, whether it fits or not, smallest first.
+        least: where nothing fits, the one with the least memory of each grid, smallest first.
     """
 
     question: Question
@@ -192,7 +192,7 @@ class _Kept:
         best = best[:, np.lexsort((best[1], best[0]))][:, : 4 * KEEP]
         front = front[:, _front(front[0], front[1])]
         ranked = sorted(self._options(best), key=lambda o: (round(o.seconds, 9), round(o.peak), o.key()))
-        small = sorted(self._options(least), key=lambda o: (o.peak, o.seconds, o.key()))
+        small = [] if ranked else sorted(self._options(least), key=lambda o: (o.peak, o.seconds, o.key()))
         return Found(self.question, self.count, tuple(ranked), _unbeaten(self._options(front)), tuple(small))
 
     def _options(self, rows: Array) -> list[Option]:

@@ -4,19 +4,20 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from autopar.cli import _lower
-from autopar.cli.measured import Pair
 from autopar.cli.models import LoadedModel
 from autopar.cli.screen import Screen
-from autopar.cost.rehearsal import Rehearsal
 from autopar.errors import AutoparError
-from autopar.plans import Plan, first_of
-from autopar.report.blocks import pictures
-from autopar.report.page import Layers, Strategy, page
-from autopar.report.perfetto import trace_of
 
-Steps = Sequence[tuple[str, Plan, Rehearsal | None]]
+if TYPE_CHECKING:
+    from autopar.cli.measured import Pair
+    from autopar.cost.rehearsal import Rehearsal
+    from autopar.plans import Plan
+    from autopar.report.page import Layers
+
+    Steps = Sequence[tuple[str, Plan, Rehearsal | None]]
 EXAMPLE = 64  # positions of the layer that is drawn, at most: sizes grow with them, the picture does not
 
 
@@ -27,8 +28,8 @@ def add_pictures(parser: argparse.ArgumentParser) -> None:
 
 
 def draw(
-    args: argparse.Namespace, screen: Screen, loaded: LoadedModel, steps: Steps, pairs: Sequence[Pair] = (),
-    front: Sequence[Plan] = (),
+    args: argparse.Namespace, screen: Screen, loaded: LoadedModel, steps: "Steps", pairs: "Sequence[Pair]" = (),
+    front: "Sequence[Plan]" = (),
 ) -> None:  # fmt: skip
     """Write what was asked for.
 
@@ -38,6 +39,10 @@ def draw(
 
     Raises AutoparError ``unwritable-file``, ``missing-package``.
     """
+    from autopar.plans import first_of
+    from autopar.report.page import Strategy, page
+    from autopar.report.perfetto import trace_of
+
     if args.trace:
         found = [(name, step) for name, _, step in steps if step is not None]
         _write(args.trace, json.dumps(trace_of(found)))
@@ -52,8 +57,11 @@ def draw(
         screen.say(f"{args.html}: one page, open it in a browser")
 
 
-def layers_of(loaded: LoadedModel, name: str, plan: Plan) -> Layers:
+def layers_of(loaded: LoadedModel, name: str, plan: "Plan") -> "Layers":
     """Pictures of the layers of a plan, lowered for its mesh without stages; why there are none where it is refused."""
+    from autopar.report.blocks import pictures
+    from autopar.report.page import Layers
+
     sizes = {a: plan.option.sizes[a] for a in plan.option.order if a != "pp" and plan.option.sizes[a] > 1}
     mesh = ",".join(f"{a}={n}" for a, n in sizes.items()) or "dp=1"
     fields = {"sequence_parallel": True} if plan.option.sequence else {}
@@ -70,7 +78,7 @@ def layers_of(loaded: LoadedModel, name: str, plan: Plan) -> Layers:
     return Layers(text, pictures(program))
 
 
-def _length(plan: Plan) -> int:
+def _length(plan: "Plan") -> int:
     return max(EXAMPLE, 4 * plan.option.sizes["cp"] * plan.option.sizes["tp"])
 
 

@@ -1,5 +1,6 @@
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -173,3 +174,12 @@ def test_every_package_that_is_imported_is_asked_for_by_what_imports_it():
     found = modules()
     assert set().union(*(packages_of(p, top=True) for n, p in found.items() if n not in lazy)) == core
     assert set().union(*(packages_of(p, top=False) for p in found.values())) == core.union(*extras)
+
+
+def test_public_names_are_loaded_when_they_are_used():
+    code = (
+        "import sys, autopar; assert 'autopar.emit.module' not in sys.modules; import autopar.verify.structure; "
+        "assert all(getattr(autopar, n) is not None for n in autopar.__all__) and callable(autopar.verify); "
+        "assert set(autopar.__all__) <= set(dir(autopar)); from autopar import parallelize, verify"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
