@@ -59,8 +59,8 @@ def parallelize(
             found at the first call that has the input.
         strategy: a Strategy, its text, or "auto": axes and strategy that ``plan`` finds fastest among those that fit
             and compile, for a global batch of the example's rows on every process (on every data rank where ``mesh``
-            says all axes). Fields behind it are kept: "auto,zero=3". ``pm.plan`` says what and why; data ranks
-            then share the rows of that batch.
+            says all axes). Fields behind it are kept or refused: "auto,zero=3". ``pm.plan`` says what and why; data
+            ranks then share the rows of that batch.
         seed: of random streams (dropout), and of initial weights that are on the meta device.
         device: where this rank's shards are put, by default the mesh's; "meta" allocates nothing.
         weights: a folder of safetensors files from which each rank reads its own slices, instead of the model's values.

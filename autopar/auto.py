@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from autopar.compile import Compiler, uncollected
 from autopar.errors import AutoparError
 from autopar.families import Example
 from autopar.ir.mesh import Mesh
-from autopar.planner import accelerator, plan
+from autopar.planner import accelerator, given, plan
 from autopar.plans import Plan, Plans
 from autopar.runtime.agreement import everyones, of_the_first
 from autopar.strategy import Strategy
@@ -20,8 +20,6 @@ from autopar.strategy import Strategy
 Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
 WORD = "auto"
 TRIED = 24  # plans that are compiled, best first, until one can be
-DECIDED = ("sequence_parallel", "context_parallel", "zero", "zero_shard_size", "microbatches", "schedule",
-           "virtual_stages", "recompute", "offload")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,11 +70,11 @@ def decide(
     """
     example = Example.of(args, kwargs)
     batch = rows or example.rows * ranks
-    own = Strategy.of(",".join(strategy.split(",")[1:]))
-    hardware = own.hardware if "hardware" in strategy else hardware
+    own = given(strategy.partition(",")[2])
+    hardware = own.get("hardware", hardware)
     plans = plan(
-        model, f"{hardware}x{ranks}", args, kwargs, batch=batch, loss=loss, precision=own.precision, count=TRIED,
-        mesh=mesh, strategy=own,
+        model, f"{hardware}x{ranks}", args, kwargs, batch=batch, loss=loss, precision=own.get("precision", "fp32"),
+        count=TRIED, mesh=mesh, strategy=strategy.partition(",")[2],
     )  # fmt: skip
     if not plans:
         raise AutoparError("nothing-fits", plans.hint, "more devices, fewer rows or shorter ones")
@@ -86,25 +84,26 @@ def decide(
         try:
             _compile(model, example, found, chosen, loss)
         except AutoparError as error:
-            refused.append(f"{found.mesh} {found.strategy}: {error.message} [{error.slug}]")
+            refused.append(f"{found.words}: {error.message} [{error.slug}]")
             continue
-        return Decision(found.mesh, str(chosen), batch, _summary(found, batch), _text(found, plans, refused))
+        summary = "; ".join((_summary(found, batch), *plans.notes))
+        return Decision(found.mesh, str(chosen), batch, summary, _text(found, plans, refused))
     raise AutoparError("nothing-compiles", "\n".join(("no plan that fits can be compiled:", *refused)), "give a mesh")
 
 
-def settings(found: Plan, own: Strategy, hardware: str) -> Strategy:
-    """The plan as a Strategy for any number of rows: microbatches by their rows, usual schedules left to them."""
+def settings(found: Plan, own: Mapping[str, Any], hardware: str) -> Strategy:
+    """The plan as a Strategy for any number of rows: microbatches by their rows, usual schedules left to them.
+
+    ``own``: the fields that are decided, which it has as they are.
+    """
     chosen = Strategy.of(found.strategy)
-    kept = {f.name: getattr(own, f.name) for f in fields(Strategy) if f.name not in (*DECIDED, "microbatch_rows")}
-    kept = {**kept, "hardware": hardware}
-    given = own.microbatches is not None
     several = found.option.microbatches > 1 or found.option.sizes["pp"] > 1
-    return replace(
-        chosen, **kept,
-        microbatches=own.microbatches,
-        microbatch_rows=found.option.rows if several and not given else None,
-        schedule=None if chosen.schedule in ("1f1b", "gpipe") else chosen.schedule,
-    )  # fmt: skip
+    counted = "microbatches" in own or not several
+    made: dict[str, Any] = {
+        "microbatches": None, "microbatch_rows": None if counted else found.option.rows,
+        "schedule": None if chosen.schedule in ("1f1b", "gpipe") else chosen.schedule, "hardware": hardware,
+    }  # fmt: skip
+    return replace(chosen, **{**made, **own})
 
 
 def _compile(model: nn.Module, example: Example, found: Plan, strategy: Strategy, loss: Any) -> None:
@@ -119,8 +118,8 @@ def _compile(model: nn.Module, example: Example, found: Plan, strategy: Strategy
 
 
 def _summary(found: Plan, batch: int) -> str:
-    what = f"{found.mesh} {found.strategy}".strip()
-    return f"{what}: predicted {found.seconds * 1e3:.3g} ms a step of {batch} rows, {found.memory / 2**30:.3g} GiB"
+    price = f"predicted {found.seconds * 1e3:.3g} ms a step of {batch} rows, {found.memory / 2**30:.3g} GiB"
+    return f"{found.words}: {price}"
 
 
 def _text(found: Plan, plans: Plans, refused: list[str]) -> str:
@@ -146,13 +145,22 @@ def decided(
     whole = bool(fixed) and Mesh.of(fixed).world == len(rows)
     batch = rows[0] * Mesh.of(fixed).data_size if whole else sum(rows)
 
+    made = everywhere(model, len(rows), example, strategy, fixed, batch, loss)
+    return made, Example.of(*example).with_rows(batch // Mesh.parse(made.mesh).data_size)
+
+
+def everywhere(
+    model: nn.Module, ranks: int, example: Inputs, strategy: str, fixed: Mapping[str, int], rows: int,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> Decision:  # fmt: skip
+    """What the first process decides for this machine's devices, on all of them, and says on stderr. Collective."""
+
     def choose() -> Decision:
-        made = decide(model, len(rows), *example, strategy, mesh=fixed, rows=batch, loss=loss, hardware=accelerator())
-        print(f"autopar: {made.summary}; pm.plan.explain() says why", file=sys.stderr)
+        made = decide(model, ranks, *example, strategy, mesh=fixed, rows=rows, loss=loss, hardware=accelerator())
+        print(f"autopar: {made.summary}", file=sys.stderr)
         return made
 
-    made = of_the_first(choose)
-    return made, Example.of(*example).with_rows(batch // Mesh.parse(made.mesh).data_size)
+    return of_the_first(choose)
 
 
 def sizes_of(mesh: DeviceMesh | str | Mapping[str, int] | int | None, world: int) -> dict[str, int]:

@@ -108,16 +108,17 @@ def families(
             program = replace(program, mesh=Mesh.of({"dp": WAYS // 2, "ep": 2, "tp": 2}))
         context = Context(hardware or load(strategy.hardware))
         parts = _in_parts(program, primes, context)
+        rows = run(program, parse("data-parallel,expert-parallel"), context)
         out = {}
         for sequence in (False, True) if primes.positions is not None else (False,):
-            lowered = _lowered(program, sequence, context)
+            lowered = _lowered(rows, sequence, context)
             for fused, regather in styles:
                 if lowered is None:
                     break
                 made = family(lowered, primes, sequence=sequence, fused=fused, regather=regather, parts=parts)
                 out[sequence, (fused, regather)] = made
         if not any(not sequence for sequence, _ in out):
-            alone = run(program, parse("data-parallel,expert-parallel,reshard"), context)
+            alone = run(rows, parse("reshard"), context)
             for fused, regather in styles:
                 made = family(alone, primes, fused=fused, regather=regather, parts=parts)
                 out[False, (fused, regather)] = _only_data(made)
@@ -139,7 +140,7 @@ def _lowered(program: Program, sequence: bool, context: Context) -> Program | No
     """The program with its layouts on two tensor ranks; None where the model's sizes do not allow it."""
     tensor = "tensor-parallel{sequence}" if sequence else "tensor-parallel"
     try:
-        return run(program, parse(f"data-parallel,expert-parallel,{tensor},reshard"), context)
+        return run(program, parse(f"{tensor},reshard"), context)
     except AutoparError as error:
         if error.slug not in ("indivisible-dim", "indivisible-heads", "no-plan", "infeasible"):
             raise

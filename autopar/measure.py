@@ -81,11 +81,8 @@ def measure(make: Make, mesh: str, strategy: str = "", *, steps: int = 5, lr: fl
 
 
 def rows_of(batch: Mapping[str, Any], mesh: Mesh, rank: int) -> dict[str, Any]:
-    """The rows of a global batch that a rank calls with; data ranks are counted row-major over the data axes."""
-    at, place = mesh.coordinates(rank), 0
-    for axis in mesh.data_axes:
-        place = place * mesh.size(axis) + at[axis]
-    cut = mesh.data_size
+    """The rows of a global batch that a rank calls with."""
+    cut, place = mesh.data_size, mesh.data_rank(mesh.coordinates(rank))
     return {k: v.tensor_split(cut)[place] if isinstance(v, Tensor) and v.ndim else v for k, v in batch.items()}
 
 

@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ from autopar.cost.hardware import Hardware
 from autopar.cost.neighbours import neighbours
 from autopar.cost.search import Found, Option
 from autopar.cost.table import duration, size
+
+UNPRICED = ("strict", "prefetch", "outputs", "expert_capacity")  # fields of Strategy that no price depends on
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,19 @@ class Plan:
 
     @property
     def strategy(self) -> str:
-        """Fields of ``Strategy``, as text."""
-        return self.option.strategy
+        """Fields of ``Strategy``, as text; also those that were decided and have no price."""
+        own = (f"{k}={v}" for k, v in self.found.question.space.given if k in UNPRICED)
+        return ",".join(filter(None, (self.option.strategy, *own)))
+
+    @property
+    def words(self) -> str:
+        """Mesh and strategy, in one line."""
+        return f"{self.mesh} {self.strategy}".strip()
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank holds no more than it may."""
+        return self.memory <= self.found.limit
 
     @property
     def seconds(self) -> float:
@@ -71,7 +84,7 @@ class Plan:
 
     def why(self, other: Option) -> str:
         """Why another option is worse: what is over, or which parts of the step are longer."""
-        if other.peak > self.found.limit:
+        if not replace(self, option=other).fits:
             return f"does not fit: {size(other.peak - self.found.limit)} over"
         longer = {name: b - a for name, a, b in _parts(self.option, other) if b - a > 1e-3 * self.seconds}
         top = sorted(longer, key=lambda name: (-longer[name], name))[:2]
@@ -104,18 +117,25 @@ class Plan:
         yield _two("neighbours: the best with one change", ("change", "mesh", "strategy", "why worse"), rows)
 
 
+def first_of(plans: Sequence[Plan]) -> int:
+    """The index of the fastest that fits, else of the fastest."""
+    return min(range(len(plans)), key=lambda i: (not plans[i].fits, plans[i].seconds))
+
+
 @dataclass(frozen=True)
 class Plans(Sequence[Plan]):
     """Plans that fit, fastest first; none where nothing fits.
 
     Args:
         hint: where nothing fits: what is over by how much, and the smallest change that fits.
+        notes: what was left out of the search, and why.
     """
 
     plans: tuple[Plan, ...]
     front: tuple[Plan, ...]
     found: Found
     hint: str = ""
+    notes: tuple[str, ...] = ()
 
     def __getitem__(self, index: Any) -> Any:
         return self.plans[index]
@@ -126,6 +146,8 @@ class Plans(Sequence[Plan]):
     def __str__(self) -> str:
         console = Console(width=160, record=True, file=io.StringIO(), highlight=False)
         console.print(self.table() if self.plans else self.hint)
+        for note in self.notes if self.plans else ():
+            console.print(note)
         return console.export_text()
 
     def table(self, front: bool = False) -> Grid:

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from autopar.cost.candidates import SCHEDULES, Candidates
 from autopar.cost.family import Family
 from autopar.cost.forms import POLICIES, Forms
 from autopar.cost.hardware import Hardware, load, names
 from autopar.cost.memory import Widths
 from autopar.cost.regime import FSDP, MEGATRON, NANOTRON, Regime
-from autopar.cost.step import SCHEDULES, Candidates, Steps, steps
+from autopar.cost.step import Steps, steps
 from autopar.errors import AutoparError
 from autopar.families import families
 from autopar.presets.numbers import number, numbers

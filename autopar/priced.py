@@ -7,11 +7,11 @@ import numpy as np
 from torch import nn
 
 from autopar.cost import hardware as profiles
+from autopar.cost.candidates import ORDER, SCHEDULES, Candidates
 from autopar.cost.forms import POLICIES, Forms
 from autopar.cost.hardware import Hardware
 from autopar.cost.search import Found, Question
 from autopar.cost.space import Space
-from autopar.cost.step import ORDER, SCHEDULES, Candidates
 from autopar.errors import AutoparError
 from autopar.families import Example, families
 from autopar.ir.mesh import Mesh

@@ -134,18 +134,23 @@ class Strategy:
     @staticmethod
     def of(strategy: "Strategy | str | None") -> "Strategy":
         """From itself, from ``"field=value,..."`` text, or the default. Raises AutoparError ``bad-strategy``."""
-        if isinstance(strategy, Strategy):
-            return strategy
-        known = {f.name: f for f in fields(Strategy)}
-        given: dict[str, Any] = {}
-        for word in filter(None, (w.strip() for w in (strategy or "").split(","))):
-            name, _, value = word.partition("=")
-            if name == "default":
-                continue
-            if name not in known:
-                raise AutoparError("bad-strategy", f"Strategy has no field {name!r}", f"fields: {', '.join(known)}")
-            given[name] = _value(value, known[name].default)
-        return Strategy(**given)
+        return strategy if isinstance(strategy, Strategy) else Strategy(**written(strategy or ""))
+
+
+def written(text: str) -> dict[str, Any]:
+    """The fields that ``"field=value,..."`` names, at their defaults or not. Raises AutoparError ``bad-strategy``."""
+    known = {f.name: f for f in fields(Strategy)}
+    given: dict[str, Any] = {}
+    for word in filter(None, (w.strip() for w in text.split(","))):
+        name, _, value = word.partition("=")
+        if name == "default":
+            continue
+        if name not in known:
+            raise AutoparError("bad-strategy", f"Strategy has no field {name!r}", f"fields: {', '.join(known)}")
+        if name in given:
+            raise AutoparError("bad-strategy", f"{name} is written twice: {text}", "write it once")
+        given[name] = _value(value, known[name].default)
+    return given
 
 
 def _value(text: str, default: object) -> object:

@@ -15,7 +15,7 @@ from torch import fx
 
 from autopar.cost import communication, experts
 from autopar.cost.compute import Shapes, Value, bound, differentiable
-from autopar.cost.keep import gathers, keeps
+from autopar.cost.keep import FIRST, LAST, gathers, keeps
 from autopar.cost.kernels import Kernel, kernels
 from autopar.cost.price import BACKWARD, FORWARD
 from autopar.cost.shares import layouts, local_value
@@ -26,7 +26,6 @@ from autopar.ir.layout import I, Layout, R, Shard
 from autopar.ir.mesh import KNOWN_AXES
 from autopar.ir.program import Program, Spec, specs
 
-FIRST, LAST = "first", "last"
 ROWS = sympy.Symbol("b", integer=True, positive=True)
 POSITIONS = sympy.Symbol("s", integer=True, positive=True)
 AXES = axis_sizes(KNOWN_AXES)
@@ -79,7 +78,8 @@ class Primes:
 class Message:
     """A collective of one unit on one mesh axis: bytes of the whole value; ``again``: a repeated gather.
 
-    ``calls``: how often a call of the unit issues it; what stands between two blocks counts as a part.
+    ``calls``: how often a call of the unit issues it; what stands between two blocks counts as a part. ``given``: of
+    what inputs alone make (a count of tokens), which every context rank has for all positions.
     """
 
     axis: str
@@ -88,6 +88,7 @@ class Message:
     bytes: Number
     again: bool = False
     calls: float = 1
+    given: bool = False
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,7 @@ def _unit(
     name: str, runs: list[Run], calls: int, shapes: Shapes, parameters: dict[str, Number], kept: dict[str, Number],
     fused: bool, regather: bool,
 ) -> Unit:  # fmt: skip
+    given = _of_inputs(runs[-1][0])
     count: dict[Kernel, float] = defaultdict(int)
     messages: dict[Message, float] = defaultdict(int)
     heads: list[Number] = [0, 0]
@@ -221,7 +223,7 @@ def _unit(
             count[kernel] += times if node in nodes else 0
         for node in nodes:
             for message in (*_messages(node, shapes, regather), *_travels(node, shapes)):
-                messages[message] += times
+                messages[replace(message, given=node in given)] += times
             if node.target is ops.attention:
                 heads[0] += times * _bytes(node, "q", shapes)
                 heads[1] += times * sum(_bytes(node, a, shapes) for a in "kv")
@@ -229,6 +231,17 @@ def _unit(
     sent = tuple(sorted((replace(m, calls=n) for m, n in messages.items()), key=str))
     held = {name: kept[name] for name in ("none", "selective", "full", "again", "sent", "transient", "alone")}
     return Unit(name, calls, work, sent, parameters, held, kept["hidden"], (heads[0], heads[1]))
+
+
+def _of_inputs(outer: fx.Graph) -> set[fx.Node]:
+    """What depends on no parameter and on no block, in the outer graph."""
+    found: set[fx.Node] = set()
+    for node in outer.nodes:
+        if node.op == "placeholder":
+            found |= set() if "param" in node.meta else {node}
+        elif node.op == "call_function" and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _bytes(node: fx.Node, name: str, shapes: Shapes) -> Number:

@@ -29,7 +29,7 @@ class UnitTimes:
         messages: exposed seconds by (axis, part of the step). flops: of matmuls and attention, (forward, backward).
         activations: bytes by policy of recomputation. hidden: bytes passed on.
         heads: bytes of (queries, keys and values). parameters: elements by data axes.
-        attention: seconds of it, both ways. rows: elements of the widest matmul's result.
+        attention: seconds of it, (forward, backward). rows: elements of the widest matmul's result.
     """
 
     forward: Array
@@ -41,7 +41,7 @@ class UnitTimes:
     hidden: Array
     heads: tuple[Array, Array]
     parameters: dict[str, Array]
-    attention: Array
+    attention: tuple[Array, Array]
     rows: Array
 
     def at(self, where: slice) -> "UnitTimes":
@@ -130,15 +130,15 @@ class UnitForms:
         count = len(self.unit.kernels)
         work = self._kernels(points).reshape(count, 7, -1) if count else np.zeros((0, 7, 1))
         zero = np.zeros(np.broadcast_shapes(*(np.shape(p) for p in points.values())))
-        forward, backward, again, attention = zero.copy(), zero.copy(), zero.copy(), zero.copy()
-        widest = zero.copy()
-        flops = [zero.copy(), zero.copy()]
+        forward, backward, again, widest = zero.copy(), zero.copy(), zero.copy(), zero.copy()
+        flops, attention = [zero.copy(), zero.copy()], [zero.copy(), zero.copy()]
         for (times, kernel), row in zip(self.unit.kernels, work):
             seconds = kernel_seconds(kernel, row, hardware, points["cp"])
             forward += times * seconds[0]
             backward += times * seconds[1]
             again += times * seconds[0] * (kernel.kind == "memory")
-            attention += times * sum(seconds) * (kernel.kind == "attention")
+            for way in (0, 1):
+                attention[way] += times * seconds[way] * (kernel.kind == "attention")
             widest = np.maximum(widest, row[4] * row[5]) if kernel.kind == "matmul" else widest
             turns = points["cp"] if kernel.kind == "attention" else 1
             flops[0] += times * row[0] * turns
@@ -147,13 +147,13 @@ class UnitForms:
         return UnitTimes(
             forward, backward, again, self._sent(points, links), (flops[0], flops[1]),
             dict(zip(POLICIES, held[:3])), held[3], (held[4], held[5]), dict(zip(self.unit.parameters, held[6:])),
-            attention, widest,
+            (attention[0], attention[1]), widest,
         )  # fmt: skip
 
     def _sent(self, points: Points, links: Links) -> dict[tuple[str, str], Array]:
         out: dict[tuple[str, str], Any] = {}
         for message, whole in zip(self.unit.messages, self._messages(points)):
-            also = ("cp",) if message.axis == "dp" else ()  # counts and losses, which are sums over positions, too
+            also = ("cp",) if message.axis == "dp" and not message.given else ()  # sums over positions, too
             for axis in (message.axis, *also):
                 seconds = message.calls * links.seconds(message.collective, whole, axis)
                 out[axis, message.when] = out.get((axis, message.when), 0) + seconds

@@ -15,6 +15,7 @@ from autopar.ir import ops
 from autopar.ir.layout import Shard
 from autopar.ir.program import Program, tensor_args
 
+FIRST, LAST = "first", "last"  # what stands before the blocks, and behind them
 HEAVY = ("matmul", "attention")
 TRANSIENT = {"transient": True, "alone": False}
 
@@ -33,7 +34,7 @@ def keeps(
     """
     everything = _everything(program, shapes, sides, fused, regather)
     out: dict[str, dict[str, Number]] = {}
-    for unit in dict.fromkeys((*sides.values(), *program.blocks)):
+    for unit in (FIRST, *program.blocks, LAST):
         own = everything.get(unit, 0)
         block = program.blocks.get(unit)
         nodes = [n for n, side in sides.items() if side == unit] if block is None else list(block.graph.nodes)

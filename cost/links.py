@@ -1,7 +1,8 @@
 """What collectives on each axis take, for many meshes at once: ``communication`` in arrays."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -29,13 +30,25 @@ class Links:
         for axis in reversed(order):
             axes[axis], strides[axis] = sizes[axis], stride
             stride = stride * sizes[axis]
-        axes["dp+ep"] = sizes["dp"] * sizes["ep"]
-        strides["dp+ep"] = np.minimum(strides["dp"], strides["ep"])
-        return Links(hardware, axes, strides)
+        alone = Links(hardware, axes, strides)
+        both = {"dp+ep": sizes["dp"] * sizes["ep"]}
+        return Links(hardware, {**axes, **both}, {**strides, "dp+ep": alone.nearest(("dp", "ep"))})
+
+    def nearest(self, axes: Sequence[str]) -> Array:
+        """How far apart the nearest ranks are numbered along several axes together; 1 where each has one rank."""
+        near = [np.where(self.axes[a] > 1, self.strides[a], np.inf) for a in axes]
+        found = reduce(np.minimum, near)
+        return np.where(np.isinf(found), 1.0, found)
 
     def seconds(self, collective: str, whole: Array, axis: str) -> Array:
         """Seconds of a collective on a value of ``whole`` bytes; zero on one rank."""
         return collective_seconds(self.hardware, collective, whole, self.axes[axis], self.strides[axis])
+
+
+def send_seconds(hardware: Hardware, count: Any, across: Any) -> Array:
+    """Seconds of a message of ``count`` bytes to a neighbour; ``across``: whether such messages leave a node."""
+    inner, outer = (tier.base + tier.latency + count / tier.rate("p2p") for tier in (hardware.inner, hardware.outer))
+    return np.where(across, outer, inner)
 
 
 def collective_seconds(hardware: Hardware, collective: str, whole: Any, ways: Any, stride: Any) -> Array:

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from autopar.cost.candidates import ORDER, SCHEDULES, Candidates
 from autopar.cost.forms import POLICIES, Forms
 from autopar.cost.search import Option, Question
 from autopar.cost.space import Degree, Grid, grids
-from autopar.cost.step import ORDER, SCHEDULES, Candidates
 
 
 def neighbours(option: Option, question: Question) -> list[tuple[str, Option]]:

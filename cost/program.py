@@ -124,13 +124,10 @@ def _bill(
         if node.op == "call_function" and node.target is ops.convert:
             _convert(bill, node, sizes, links, training)
             continue
-        if node.target is ops.ring_attention:
-            _ring(bill, node, shapes, sizes, links, training)
+        _inside(bill, node, shapes, sizes, links, training)
         cost = node_cost(node, shapes)
         if cost.kind == "free":
             continue
-        if node.target is ops.experts:
-            _travel(bill, node, shapes, sizes, links, training)
         seconds = compute.seconds(cost, hardware, work_dtype(node))
         bill.flops[0] = bill.flops[0] + cost.flops
         bill.seconds[0] = bill.seconds[0] + seconds[0]
@@ -138,22 +135,6 @@ def _bill(
             bill.flops[1] = bill.flops[1] + cost.backward_flops
             bill.seconds[1] = bill.seconds[1] + seconds[1]
     return bill
-
-
-def _travel(
-    bill: _Bill, node: fx.Node, shapes: Shapes, sizes: Sizes, links: Mapping[str, Link], training: bool
-) -> None:
-    """Rows of a layer of experts that go to their experts and come back, the same in the backward."""
-    found = experts.travel(node, shapes)
-    if found is None or sizes[found[0]] == 1:
-        return
-    axis, *ways = found
-    for local in ways:
-        whole = local * sizes[axis]
-        sent = communication.collective_bytes("all_to_all", whole, sizes[axis])
-        seconds = communication.collective_seconds("all_to_all", whole, sizes[axis], links[axis])
-        for when in (FORWARD, BACKWARD) if training and differentiable(node) else (FORWARD,):
-            bill.send((axis, "all_to_all", when), 1, sent, seconds)
 
 
 def _convert(bill: _Bill, node: fx.Node, sizes: Sizes, links: Mapping[str, Link], training: bool) -> None:
@@ -171,18 +152,36 @@ def _convert(bill: _Bill, node: fx.Node, sizes: Sizes, links: Mapping[str, Link]
         bill.send((axis, collective, when), 1, sent, seconds)
 
 
-def _ring(bill: _Bill, node: fx.Node, shapes: Shapes, sizes: Sizes, links: Mapping[str, Link], training: bool) -> None:
-    """Keys and values around the axis, N-1 times a rank's part; again backward, and their gradients as far."""
-    args = compute.bound(node)
-    axis, ways = args["axis"], sizes[args["axis"]]
-    blocks = [shapes(args[name])[0] for name in ("k", "v")]
-    whole: Number = sum(b.bytes * ways for b in blocks if b is not None)
-    wide = 2 if work_dtype(node).itemsize == 2 else 1  # gradients travel in the dtype of accumulation
-    rounds = [(FORWARD, whole)] + ([(BACKWARD, whole * (1 + wide))] if training and differentiable(node) else [])
-    for when, moved in rounds if ways != 1 else []:
-        sent = communication.collective_bytes("all_gather", moved, ways)
-        seconds = communication.collective_seconds("all_gather", moved, ways, links[axis])
-        bill.send((axis, "ring", when), 1, sent, seconds)
+def sent_inside(node: fx.Node, shapes: Shapes, sizes: Sizes) -> Iterator[tuple[str, str, str, str, Number]]:
+    """(axis, what, collective, part of the step, bytes of all ranks) of the messages that an op has inside.
+
+    Ring attention: keys and values around the axis, N-1 times a rank's part; again backward, with their gradients.
+    Experts: rows go to their experts and come back, the same in the backward.
+    """
+    whens = (FORWARD, BACKWARD) if differentiable(node) else (FORWARD,)
+    if node.target is ops.ring_attention:
+        args = compute.bound(node)
+        axis = args["axis"]
+        blocks = [shapes(args[name])[0] for name in ("k", "v")]
+        whole: Number = sum(b.bytes * sizes[axis] for b in blocks if b is not None)
+        wide = 2 if work_dtype(node).itemsize == 2 else 1  # gradients travel in the dtype of accumulation
+        for when in whens:
+            yield axis, "ring", "all_gather", when, whole * (1 if when == FORWARD else 1 + wide)
+    elif node.target is ops.experts and (found := experts.travel(node, shapes)) is not None:
+        axis, *ways = found
+        for local in ways:
+            for when in whens:
+                yield axis, "all_to_all", "all_to_all", when, local * sizes[axis]
+
+
+def _inside(
+    bill: _Bill, node: fx.Node, shapes: Shapes, sizes: Sizes, links: Mapping[str, Link], training: bool
+) -> None:
+    for axis, what, collective, when, whole in sent_inside(node, shapes, sizes):
+        if sizes[axis] != 1 and (training or when == FORWARD):
+            sent = communication.collective_bytes(collective, whole, sizes[axis])
+            seconds = communication.collective_seconds(collective, whole, sizes[axis], links[axis])
+            bill.send((axis, what, when), 1, sent, seconds)
 
 
 def work_dtype(node: fx.Node) -> torch.dtype:

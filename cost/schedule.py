@@ -16,6 +16,7 @@ from autopar.errors import AutoparError
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 SENDS, RECEIVES = ("SEND_F", "SEND_B"), ("RECV_F", "RECV_B")
 COMPUTE = (FORWARD, BACKWARD, INPUT, WEIGHT)
+WORDS = {FORWARD: "forward", BACKWARD: "backward", INPUT: "gradients of inputs", WEIGHT: "gradients of weights"}
 
 
 class Action(NamedTuple):

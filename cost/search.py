@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from autopar.cost.candidates import ORDER, SCHEDULES, Candidates
 from autopar.cost.forms import POLICIES, Forms
 from autopar.cost.hardware import Hardware
 from autopar.cost.polynomials import Array
 from autopar.cost.regime import Regime
 from autopar.cost.space import Grid, Space, grids
-from autopar.cost.step import ORDER, SCHEDULES, Candidates, Group, Steps, steps, times_of
+from autopar.cost.step import Group, Steps, steps
+from autopar.cost.work import times_of
 
 KEEP = 64  # of the fastest, from which the ranking is made
 
@@ -57,16 +59,33 @@ class Option:
         return ",".join(f"{a}={self.sizes[a]}" for a in self.order if self.sizes[a] > 1) or "dp=1"
 
     @property
+    def words(self) -> str:
+        """Mesh and strategy, in one line."""
+        return f"{self.mesh} {self.strategy}".strip()
+
+    @property
     def strategy(self) -> str:
         """Fields of a Strategy that differ from its defaults, as text."""
         pipeline = self.sizes["pp"] > 1
+        parts = self.microbatches if pipeline or self.microbatches > 1 else 0  # a pipeline's default is more than one
         given = {
             "sequence_parallel": self.sequence, "context_parallel": self.context, "zero": self.zero,
-            "zero_shard_size": self.shard, "microbatches": self.microbatches if self.microbatches > 1 else 0,
+            "zero_shard_size": self.shard, "microbatches": parts,
             "schedule": self.schedule if pipeline else "", "virtual_stages": self.virtual if self.virtual > 1 else 0,
             "recompute": self.recompute if self.recompute != "none" else "", "offload": "cpu" if self.offload else "",
         }  # fmt: skip
         return ",".join(f"{k}={'true' if v is True else v}" for k, v in given.items() if v)
+
+    def candidates(self, positions: int) -> Candidates:
+        """The option as columns of one row. ``positions``: of a row."""
+        values = {
+            "rows": self.rows, "microbatches": self.microbatches, "zero": self.zero, "shard": self.shard,
+            "recompute": POLICIES.index(self.recompute), "schedule": SCHEDULES.index(self.schedule),
+            "virtual": self.virtual, "offload": self.offload, "ulysses": self.context == "ulysses",
+        }  # fmt: skip
+        columns = {name: np.array([float(v)]) for name, v in values.items()}
+        sizes = {axis: np.array([float(n)]) for axis, n in self.sizes.items()}
+        return Candidates(sizes, **columns, positions=float(positions), order=self.order)
 
     def key(self) -> tuple[object, ...]:
         """What tells options apart: an order that does not depend on the machine."""
@@ -122,7 +141,7 @@ class Found:
     Args:
         question: what was asked. count: candidates priced. ranked: the fastest that fit, fastest first; ties by memory,
             then by the order of their fields. front: nothing that fits is both faster and smaller, fastest first.
-        least: the one with the least memory of each grid, whether it fits or not, smallest first.
+        least: where nothing fits, the one with the least memory of each grid, smallest first.
     """
 
     question: Question
@@ -173,7 +192,7 @@ class _Kept:
         best = best[:, np.lexsort((best[1], best[0]))][:, : 4 * KEEP]
         front = front[:, _front(front[0], front[1])]
         ranked = sorted(self._options(best), key=lambda o: (round(o.seconds, 9), round(o.peak), o.key()))
-        small = sorted(self._options(least), key=lambda o: (o.peak, o.seconds, o.key()))
+        small = [] if ranked else sorted(self._options(least), key=lambda o: (o.peak, o.seconds, o.key()))
         return Found(self.question, self.count, tuple(ranked), _unbeaten(self._options(front)), tuple(small))
 
     def _options(self, rows: Array) -> list[Option]:
@@ -188,7 +207,7 @@ def search(forms: Iterable[Forms], hardware: Hardware, space: Space, regime: Reg
     """Price every candidate; where nothing fits, those with states in host memory too."""
     question = Question(tuple(forms), hardware, space, regime, limit)
     found = _search(question)
-    if not found.ranked and not space.offload:
+    if not found.ranked and not space.offload and "offload" not in dict(space.given):
         more = _search(replace(question, space=replace(space, offload=True)))
         least = tuple(sorted((*found.least, *more.least), key=lambda o: (o.peak, o.seconds, o.key())))
         found = replace(more, count=found.count + more.count, least=least)

@@ -7,13 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from autopar.cost.candidates import ORDER, SCHEDULES, Candidates
 from autopar.cost.family import Family
 from autopar.cost.forms import POLICIES
 from autopar.cost.polynomials import Array
-from autopar.cost.step import ORDER, SCHEDULES, Candidates
+from autopar.cost.schedule import check_legal
+from autopar.errors import AutoparError
 
 PLACEMENTS = (ORDER, ("pp", "dp", "ep", "tp", "cp"), ("dp", "pp", "ep", "cp", "tp"))
 KINDS = {1: (("1f1b", "gpipe", "zero-bubble"),), 2: (("interleaved",), ("zbv",)), 4: (("interleaved",),)}
+ENGINES = ("zero_shard_size", "prefetch", "offload")  # fields that ask for an engine that shares out states
 SPLIT = tuple(SCHEDULES.index(name) for name in ("zero-bubble", "zbv"))
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 Degree = tuple[int, ...]
@@ -122,8 +125,10 @@ def _plain(space: Space, points: Array, order: tuple[str, ...]) -> Candidates:
 
 def _parts(space: Space, family: Family, degree: Degree) -> list[int]:
     """Rows of a microbatch on one data rank: powers of two, and all rows at once."""
-    own = space.batch // (degree[1] * degree[2])
-    wanted = dict(space.given).get("microbatches")
+    own, given = space.batch // (degree[1] * degree[2]), dict(space.given)
+    wanted = given.get("microbatches")
+    if wanted is None and given.get("microbatch_rows") is not None:
+        wanted = next(n for n in range(1, own + 1) if own % n == 0 and own // n <= given["microbatch_rows"])
     if wanted is not None:
         return [own // wanted] if own % wanted == 0 and (family.parts or wanted == 1) else []
     if not family.parts:
@@ -141,15 +146,26 @@ def _differs(place: int, degree: Degree, space: Space) -> bool:
 
 def _kinds(space: Space, family: Family, pp: int) -> Iterator[tuple[int, tuple[str, ...]]]:
     """(stages a rank, schedules) for so many ranks of a pipeline."""
-    if pp == 1:
-        yield 1, ("1f1b",)
-        return
     given = dict(space.given)
-    for virtual, groups in KINDS.items():
+    schedule, stages = given.get("schedule"), given.get("virtual_stages")
+    if pp == 1:
+        if schedule is None and stages is None:  # who names either wants a pipeline
+            yield 1, ("1f1b",)
+        return
+    for virtual in KINDS if stages is None else (stages,):
+        groups = KINDS.get(virtual, (("interleaved",),)) if schedule is None else ((schedule,),)
         for kinds in groups:
-            kinds = tuple(k for k in kinds if given.get("schedule", k) == k)
-            if kinds and given.get("virtual_stages", virtual) == virtual and pp * virtual <= len(family.order):
+            if pp * virtual <= len(family.order) and all(_legal(k, pp, virtual) for k in kinds):
                 yield virtual, kinds
+
+
+def _legal(schedule: str, pp: int, virtual: int) -> bool:
+    """Whether the schedule runs so many stages a rank, with microbatches enough."""
+    try:
+        check_legal(schedule, pp, virtual, pp * virtual)
+    except AutoparError:
+        return False
+    return True
 
 
 def _grid(
@@ -161,22 +177,24 @@ def _grid(
     data, node = dp * ep * cp, np.maximum(1, space.node // tp)
     zero = np.array([0, 1, 2, 3, 1, 3], float).reshape(1, -1, 1, 1, 1)
     copies = np.array([0, 0, 0, 0, 1, 1]).reshape(1, -1, 1, 1, 1)
-    recompute = np.arange(3.0).reshape(1, 1, -1, 1, 1)
+    policies = range(3) if family.order or "recompute" in dict(space.given) else (0,)  # blocks alone recompute
+    recompute = np.array(policies, float).reshape(1, 1, -1, 1, 1)
     schedule = np.array([float(SCHEDULES.index(k)) for k in kinds]).reshape(1, 1, 1, -1, 1)
     ulysses = np.arange(2.0).reshape(1, 1, 1, 1, -1)
     shard = np.where(copies == 1, node, 0)
     wanted = dict(space.given)
     if wanted.get("zero_shard_size"):
+        zero, copies = np.arange(4.0).reshape(1, -1, 1, 1, 1), np.array([0, 1, 1, 1]).reshape(1, -1, 1, 1, 1)
         shard = np.where(copies == 1, wanted["zero_shard_size"], 0) + 0 * node
     heads = np.isin(tp * cp, [n for n in np.unique(tp * cp) if family.allows("tp", int(n))])
     split = np.isin(schedule, SPLIT)
     legal = (
-        ((zero == 0) | (data > 1))
-        & ((copies == 0) | ((shard > 1) & (data > shard) & (data % np.maximum(shard, 1) == 0)))
+        ((zero == 0) | (data > 1) | ("zero" in wanted))
+        & ((copies == 0) | _copies(shard, data, bool(wanted.get("zero_shard_size"))))
         & ((ulysses == 0) | ((cp > 1) & heads))
         & ~(split & ((recompute > 0) | ((zero > 1) & (pp > 1))))
         & (np.array(space.offload) <= (zero > 0))
-        & _runs(schedule, pp, virtual, parts)
+        & _runs(schedule, pp, virtual, parts, wanted.get("schedule") is not None)
         & _asked(wanted, zero, shard, recompute, ulysses, cp)
     )  # fmt: skip
     one = np.ones((1,) * 5)
@@ -187,16 +205,22 @@ def _grid(
     return Grid(table, np.broadcast_to(legal, table.shape), points, part)
 
 
-def _runs(schedule: Array, pp: Array, virtual: int, parts: Array) -> Mask:
+def _runs(schedule: Array, pp: Array, virtual: int, parts: Array, named: bool) -> Mask:
     """Whether the schedule can run so many microbatches: the rules of ``schedule.check_legal``.
 
-    1F1B where they fill the pipeline, else GPipe.
+    1F1B where they fill the pipeline, else GPipe; GPipe also where the user has named it.
     """
     fills, kind = parts >= pp * (virtual if virtual > 1 else 1), {n: SCHEDULES.index(n) for n in SCHEDULES}
     rounds = parts % np.maximum(1, parts // pp) == 0
-    ok = np.where(schedule == kind["1f1b"], fills, True) & np.where(schedule == kind["gpipe"], ~fills, True)
+    ok = np.where(schedule == kind["1f1b"], fills, True)
+    ok &= np.where(schedule == kind["gpipe"], ~fills | named, True)
     ok &= np.where(np.isin(schedule, (kind["interleaved"], kind["zero-bubble"])), rounds, True)
     return np.where(schedule == kind["zbv"], fills, ok) | (pp == 1)
+
+
+def _copies(shard: Array, data: Array, asked: bool) -> Mask:
+    """Whether so many data ranks can share out a copy; all of them, and one alone, where the user says so."""
+    return ((shard > 1) & (data > shard) | asked) & (data % np.maximum(shard, 1) == 0)
 
 
 def _asked(given: dict[str, Any], zero: Array, shard: Array, recompute: Array, ulysses: Array, cp: Array) -> Mask:
@@ -204,6 +228,8 @@ def _asked(given: dict[str, Any], zero: Array, shard: Array, recompute: Array, u
     ok = np.ones((1,) * 5, bool)
     if "zero" in given:
         ok = ok & (zero == given["zero"])
+    if any(given.get(name) not in (None, 0, "none") for name in ENGINES):
+        ok = ok & (zero > 0)
     if "zero_shard_size" in given:
         ok = ok & (shard == (given["zero_shard_size"] or 0))
     if "recompute" in given:

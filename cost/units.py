@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.cost import communication, compute, memory
+from autopar.cost import communication, compute, links, memory
 from autopar.cost.balance import Unit
 from autopar.cost.communication import Link, Step
 from autopar.cost.compute import NodeCost, Shapes, differentiable, global_values, node_cost, op_name
 from autopar.cost.hardware import Hardware
 from autopar.cost.local import STEPS, axis_of, steps_of
-from autopar.cost.program import Links, work_dtype
+from autopar.cost.price import BACKWARD, FORWARD
+from autopar.cost.program import Links, sent_inside, work_dtype
 from autopar.cost.shares import Sizes, check_priced, layouts, local_shapes, local_value, mesh_sizes
 from autopar.cost.symbols import product
 from autopar.cost.zero import Stage
@@ -85,8 +86,7 @@ def units(
 
 def send_seconds(count: float, hardware: Hardware, mesh: Mesh) -> float:
     """Seconds of a message of ``count`` bytes between neighbours on ``pp``; over the network if that leaves a node."""
-    tier = hardware.inner if communication.link_of(hardware, mesh, "pp").nodes == 1 else hardware.outer
-    return tier.base + tier.latency + count / tier.rate("other")
+    return float(links.send_seconds(hardware, count, communication.link_of(hardware, mesh, "pp").nodes > 1))
 
 
 class _Tally:
@@ -120,7 +120,11 @@ class _Tally:
         cost = node_cost(node, self.shapes)
         forward, backward = map(float, compute.seconds(cost, self.hardware, work_dtype(node)))
         weight = backward * _weight_share(node, cost, fixed)
-        return forward, backward - weight, weight
+        sent = {FORWARD: 0.0, BACKWARD: 0.0}
+        for axis, _, collective, when, whole in sent_inside(node, self.shapes, self.sizes):
+            ways = self.sizes[axis]
+            sent[when] += float(communication.collective_seconds(collective, whole, ways, self.links[axis]))
+        return forward + sent[FORWARD], backward - weight + sent[BACKWARD], weight
 
     def _conversion(self, node: fx.Node) -> tuple[float, float]:
         """Seconds of a conversion's collectives, forward and backward."""

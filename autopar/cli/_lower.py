@@ -1,12 +1,14 @@
 """The one place where the command line calls the compiler."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from rich.table import Table
 from torch import nn
 
+from autopar.cli.arguments import fields as fields_of
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
@@ -42,6 +44,52 @@ def strategy_of(fields: dict[str, Any], passes: str | None) -> "Strategy":
     if wrong:
         raise AutoparError("bad-strategy", f"Strategy has no field {wrong[0]!r}", f"fields: {', '.join(known)}")
     return Strategy(**({**fields, "passes": passes} if passes else fields))
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Mesh, fields of Strategy and rows of the global batch of a command; ``summary``: what ``auto`` chose."""
+
+    mesh: str
+    fields: dict[str, Any]
+    rows: int
+    summary: str = ""
+
+    @property
+    def own(self) -> int:
+        """Rows of each data rank."""
+        return self.rows // data_size(self.mesh)
+
+
+def settled(
+    model: nn.Module, kwargs: dict[str, Any], mesh: str, strategy: str, batch: int, *, devices: int | None = None,
+    passes: str | None = None,
+) -> Settled:  # fmt: skip
+    """What the user gives, or what ``auto`` chooses for it, without devices.
+
+    Args:
+        mesh: axes, or with ``auto`` a number of devices. batch: rows of each data rank; of each device where ``auto``
+            chooses the mesh. devices: with ``auto``, where ``mesh`` has some of the axes.
+
+    Raises AutoparError ``bad-mesh``, ``bad-strategy``, and what planning raises.
+    """
+    from autopar.auto import decide, wants
+    from autopar.strategy import Strategy
+
+    if not wants(strategy):
+        if devices is not None:
+            raise AutoparError("bad-mesh", "--devices without --strategy auto", "write all axes in --mesh")
+        return Settled(mesh, fields_of(strategy), batch * data_size(mesh))
+    if passes:
+        raise AutoparError("bad-strategy", "--passes with --strategy auto", "leave out one of them")
+    known = {} if mesh.isdigit() else dict(Mesh.parse(mesh).axes)
+    ranks = devices or (int(mesh) if mesh.isdigit() else Mesh.of(known).world)
+    if mesh.isdigit() and int(mesh) != ranks:
+        raise AutoparError("bad-mesh", f"--mesh {mesh} with --devices {devices}", "write the number once")
+    whole = bool(known) and Mesh.of(known).world == ranks
+    rows = batch * (Mesh.of(known).data_size if whole else ranks)
+    found = decide(model, ranks, (), kwargs, strategy, mesh=known, rows=rows, hardware=Strategy.hardware)
+    return Settled(found.mesh, fields_of(found.strategy), rows, found.summary)
 
 
 def lower(

@@ -15,11 +15,18 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
-    """--mesh, --batch, --strategy and --passes."""
-    parser.add_argument("--mesh", metavar="AXES", required=True, help=f"as dp=2,tp=4; axes: {', '.join(KNOWN_AXES)}")
+    """--mesh, --devices, --batch, --strategy and --passes."""
+    words = f"as dp=2,tp=4; axes: {', '.join(KNOWN_AXES)}; with --strategy auto also a number of devices"
+    parser.add_argument("--mesh", metavar="AXES", required=True, help=words)
+    parser.add_argument(
+        "--devices", type=positive, metavar="N", help="of --strategy auto, where --mesh decides some axes"
+    )
     parser.add_argument("--batch", type=positive, metavar="N", default=2, help="rows of each data rank (default 2)")
     parser.add_argument(
-        "--strategy", metavar="K=V,...", default="", help="fields of Strategy, as sequence_parallel=true,strict=true"
+        "--strategy",
+        metavar="K=V,...",
+        default="",
+        help="fields of Strategy, as sequence_parallel=true,strict=true; auto, or auto,zero=3: the fastest plan",
     )
     parser.add_argument("--passes", metavar="TEXT", help="pipeline text, as data-parallel,tensor-parallel,reshard")
 

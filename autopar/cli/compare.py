@@ -111,12 +111,13 @@ def _on_cluster(args: argparse.Namespace, screen: Screen) -> int:
             precision=precision,
         )  # fmt: skip
     screen.say(f"{loaded.description}; global batch {batch} × {length}; {cluster}, {precision}")
-    steps = [(name, plan, rehearsed(plan)) for name, plan in rows]
+    found = [(name, plan, rehearsed(plan)) for name, plan in rows]
+    steps = [(name, closer(plan, step), step) for name, plan, step in found]
+    rows = [(name, plan) for name, plan, _ in steps]
     pairs = []
     if args.measure:
-        near = [(name, closer(plan, found)) for name, plan, found in steps]
         pairs = run_all(
-            near, args.model, batch, length, padding=args.padding, precision=precision, steps=args.steps,
+            rows, args.model, batch, length, padding=args.padding, precision=precision, steps=args.steps,
             processes=args.processes, screen=screen,
         )  # fmt: skip
     if args.format == "table":

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from autopar.cli import _lower
-from autopar.cli.arguments import add_mesh, add_model, fields
+from autopar.cli.arguments import add_mesh, add_model
 from autopar.cli.models import load
 from autopar.cli.screen import Screen
 from autopar.cost.hardware import load as profile
@@ -47,21 +47,28 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         loaded = load(args.model)
         loaded.model.train(not args.eval)
         make = loaded.padding if args.padding and loaded.padding else loaded.kwargs
+        length = args.seq or loaded.sequence
+        asked = _lower.settled(
+            loaded.model, make(args.batch, length), args.mesh, args.strategy, args.batch, devices=args.devices,
+            passes=args.passes,
+        )  # fmt: skip
         program = _lower.lower(
             loaded.model,
-            make(args.batch, args.seq or loaded.sequence),
-            args.mesh,
-            fields(args.strategy),
+            make(asked.own, length),
+            asked.mesh,
+            asked.fields,
             passes=args.passes,
             after=args.after,
             rank=args.rank,
             on_pass=show if args.after_each else None,
         )
     screen.say(loaded.description)
+    if asked.summary:
+        screen.say(asked.summary)
     if not args.after_each:
         screen.write(_printed(program, args))
     if program.stages is not None and args.format == "text" and args.block is None:
-        hardware = profile(str(fields(args.strategy).get("hardware", Strategy.hardware)))
+        hardware = profile(str(asked.fields.get("hardware", Strategy.hardware)))
         screen.write("\n" + grid(step_of(program, hardware)).plain + "\n")
     return 0
 

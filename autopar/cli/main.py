@@ -4,33 +4,34 @@ Exit status: 0 done, 1 refused or not equal, 2 wrong usage.
 """
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 
-from autopar.cli import calibrate, compare, cost, dump, plan, predict, train, verify
 from autopar.cli.screen import Screen
 from autopar.cli.welcome import welcome
 from autopar.errors import AutoparError
 
-COMMANDS = (dump, verify, plan, compare, cost, predict, calibrate, train)
+COMMANDS = ("dump", "verify", "plan", "compare", "cost", "predict", "calibrate", "train")
 
 
-def build() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+def build(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+    """The parser of all commands, or of some: those of which nothing is asked are not loaded."""
     parser = argparse.ArgumentParser(
         prog="autopar",
         description="Make an unmodified PyTorch model run on a device mesh, equal to the original.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in COMMANDS:
-        module.add(commands)
+    for name in names:
+        importlib.import_module(f"autopar.cli.{name}").add(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit status. Wrong usage raises SystemExit(2), as argparse does."""
-    given, parser, screen = list(sys.argv[1:] if argv is None else argv), build(), Screen()
+    given, screen = list(sys.argv[1:] if argv is None else argv), Screen()
+    parser = build(given[:1] if given and given[0] in COMMANDS else COMMANDS)
     if not given or given[0] in ("-h", "--help"):
         welcome(screen.out if given else screen.err, parser)
         if given:

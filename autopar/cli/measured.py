@@ -115,7 +115,7 @@ def measured_table(pairs: Sequence[Pair]) -> Table:
         found, errors = p.measured, p.errors
         star = " *" if found and found.step == fastest else ""
         known = p.plan.mesh in p.name
-        name = p.name if known else f"{p.name}: {p.plan.mesh} {p.plan.strategy}".strip()
+        name = p.name if known else f"{p.name}: {p.plan.words}"
         table.add_row(
             name, duration(p.plan.seconds), duration(found.step) + star if found else "not run",
             f"{errors[0]:+.0%}" if errors else "", size(p.plan.memory), size(found.peak) if found else "",

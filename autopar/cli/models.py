@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.compile import uncollected
 from autopar.errors import AutoparError
 from autopar.presets import configuration
 
@@ -63,7 +64,8 @@ def load(text: str, *, meta: bool = True, seed: int = 0, words: int = 0) -> Load
     if not name:
         raise AutoparError("unknown-model", f"{text!r} names no model", "write hf:NAME, hf:FOLDER or module:callable")
     if kind == "hf":
-        return _from_config(_widened(_configuration(name), words), text, meta, seed)
+        with uncollected():
+            return _from_config(_widened(_configuration(name), words), text, meta, seed)
     return _from_callable(kind, name, meta, seed)
 
 

@@ -4,19 +4,20 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from autopar.cli import _lower
-from autopar.cli.measured import Pair
 from autopar.cli.models import LoadedModel
 from autopar.cli.screen import Screen
-from autopar.cost.rehearsal import Rehearsal
 from autopar.errors import AutoparError
-from autopar.plans import Plan
-from autopar.report.blocks import pictures
-from autopar.report.page import Layers, Strategy, page
-from autopar.report.perfetto import trace_of
 
-Steps = Sequence[tuple[str, Plan, Rehearsal | None]]
+if TYPE_CHECKING:
+    from autopar.cli.measured import Pair
+    from autopar.cost.rehearsal import Rehearsal
+    from autopar.plans import Plan
+    from autopar.report.page import Layers
+
+    Steps = Sequence[tuple[str, Plan, Rehearsal | None]]
 EXAMPLE = 64  # positions of the layer that is drawn, at most: sizes grow with them, the picture does not
 
 
@@ -27,28 +28,40 @@ def add_pictures(parser: argparse.ArgumentParser) -> None:
 
 
 def draw(
-    args: argparse.Namespace, screen: Screen, loaded: LoadedModel, steps: Steps, pairs: Sequence[Pair] = (),
-    front: Sequence[Plan] = (),
+    args: argparse.Namespace, screen: Screen, loaded: LoadedModel, steps: "Steps", pairs: "Sequence[Pair]" = (),
+    front: "Sequence[Plan]" = (),
 ) -> None:  # fmt: skip
-    """Write what was asked for. Raises AutoparError ``unwritable-file``, ``missing-package``."""
+    """Write what was asked for.
+
+    Args:
+        steps: names, the plans with the numbers that the command's table has, and how each is simulated. pairs: of the
+            same strategies in the same order, where they were measured.
+
+    Raises AutoparError ``unwritable-file``, ``missing-package``.
+    """
+    from autopar.plans import first_of
+    from autopar.report.page import Strategy, page
+    from autopar.report.perfetto import trace_of
+
     if args.trace:
         found = [(name, step) for name, _, step in steps if step is not None]
         _write(args.trace, json.dumps(trace_of(found)))
         screen.say(f"{args.trace}: open it at ui.perfetto.dev or chrome://tracing")
     if args.html:
-        ran = {p.name: p for p in pairs}
-        near = [
-            Strategy(n, ran[n].plan if n in ran else p, s, ran[n].measured if n in ran else None) for n, p, s in steps
-        ]
+        measured = [p.measured for p in pairs] or [None] * len(steps)
+        near = [Strategy(n, p, s, m) for (n, p, s), m in zip(steps, measured, strict=True)]
         with screen.working(f"drawing {args.html}"):
-            best = min(steps, key=lambda s: (s[1].memory > s[1].found.limit, s[1].seconds))
+            best = steps[first_of([p for _, p, _ in steps])]
             text = page(f"{args.model}", loaded.description, near, layers_of(loaded, best[0], best[1]), front)
         _write(args.html, text)
         screen.say(f"{args.html}: one page, open it in a browser")
 
 
-def layers_of(loaded: LoadedModel, name: str, plan: Plan) -> Layers:
+def layers_of(loaded: LoadedModel, name: str, plan: "Plan") -> "Layers":
     """Pictures of the layers of a plan, lowered for its mesh without stages; why there are none where it is refused."""
+    from autopar.report.blocks import pictures
+    from autopar.report.page import Layers
+
     sizes = {a: plan.option.sizes[a] for a in plan.option.order if a != "pp" and plan.option.sizes[a] > 1}
     mesh = ",".join(f"{a}={n}" for a, n in sizes.items()) or "dp=1"
     fields = {"sequence_parallel": True} if plan.option.sequence else {}
@@ -65,7 +78,7 @@ def layers_of(loaded: LoadedModel, name: str, plan: Plan) -> Layers:
     return Layers(text, pictures(program))
 
 
-def _length(plan: Plan) -> int:
+def _length(plan: "Plan") -> int:
     return max(EXAMPLE, 4 * plan.option.sizes["cp"] * plan.option.sizes["tp"])
 
 

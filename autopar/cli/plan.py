@@ -49,6 +49,8 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     if not plans:
         screen.say(plans.hint)
         return 1
+    for note in plans.notes:
+        screen.say(note)
     if args.json:
         screen.write(plans_text([(str(i), p) for i, p in enumerate(plans, 1)], "json"))
     elif args.explain:

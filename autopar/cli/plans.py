@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from autopar.cost.table import csv_of, duration, size
-from autopar.plans import Plan
+from autopar.plans import Plan, first_of
 
 Rows = Sequence[tuple[str, Plan]]
 
@@ -20,7 +20,7 @@ def record(name: str, plan: Plan) -> dict[str, Any]:
         "step_seconds": o.seconds, "tokens_per_second_per_device": plan.tokens_per_second, "mfu": plan.mfu,
         "compute_seconds": o.compute, "bubble_seconds": o.bubble, "optimizer_seconds": o.optimizer,
         **{f"exposed_{a}_seconds": s for a, s in o.exposed.items()},
-        **{f"{k}_bytes": b for k, b in o.memory.items()}, "peak_bytes": o.peak, "fits": o.peak <= plan.found.limit,
+        **{f"{k}_bytes": b for k, b in o.memory.items()}, "peak_bytes": o.peak, "fits": plan.fits,
     }  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def text_of(records: Sequence[dict[str, Any]], format: str) -> str:
 
 def plans_table(rows: Rows) -> Table:
     """A line for each plan; a star marks the fastest that fits, an exclamation mark what does not fit."""
-    fitting = [p.seconds for _, p in rows if p.memory <= p.found.limit]
+    best = rows[first_of([p for _, p in rows])][1]
     axes = sorted({a for _, p in rows for a in p.option.exposed})
     kinds = list(dict.fromkeys(k for _, p in rows for k, v in p.option.memory.items() if v))
     table = Table(
@@ -50,11 +50,11 @@ def plans_table(rows: Rows) -> Table:
     for head in heads:
         table.add_column(head, justify="right")
     for name, p in rows:
-        fits, o = p.memory <= p.found.limit, p.option
-        star = " *" if fits and p.seconds == min(fitting) else ""
+        o = p.option
+        star = " *" if p.fits and p.seconds == best.seconds else ""
         table.add_row(
-            name, f"{p.mesh} {p.strategy}".strip(), duration(p.seconds) + star, f"{p.tokens_per_second:,.0f}",
+            name, p.words, duration(p.seconds) + star, f"{p.tokens_per_second:,.0f}",
             f"{p.mfu:.1%}", *(duration(o.exposed.get(a, 0.0)) for a in axes), duration(o.bubble),
-            size(p.memory) + ("" if fits else " !"), *(size(o.memory[k]) for k in kinds),
+            size(p.memory) + ("" if p.fits else " !"), *(size(o.memory[k]) for k in kinds),
         )  # fmt: skip
     return table

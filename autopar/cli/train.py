@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.auto import everywhere, sizes_of, wants
 from autopar.cli import _lower
 from autopar.cli.arguments import fields, positive
 from autopar.cli.journal import Journal
@@ -34,8 +35,8 @@ def add(commands: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help="hf:NAME, hf:PATH/config.json, hf:FOLDER: a causal model")
     parser.add_argument("text", metavar="FILE", help="text to learn")
     parser.add_argument("--out", metavar="FOLDER", required=True, help="takes checkpoints and log.jsonl")
-    parser.add_argument("--mesh", metavar="AXES", default="dp=1", help=f"as dp=2,tp=4; axes: {', '.join(KNOWN_AXES)}")
-    parser.add_argument("--strategy", metavar="K=V,...", default="", help="fields of Strategy, as zero=3")
+    parser.add_argument("--mesh", metavar="AXES", help=f"as dp=2,tp=4 (default dp=1); axes: {', '.join(KNOWN_AXES)}")
+    parser.add_argument("--strategy", metavar="K=V,...", default="", help="fields of Strategy, as zero=3; or auto")
     parser.add_argument("--precision", choices=("fp32", "bf16"), help="of the computation; weights stay in fp32")
     parser.add_argument("--tokenizer", metavar="FOLDER", default=BYTES, help="of the text (default: one token a byte)")
     _add_schedule(parser)
@@ -78,21 +79,21 @@ class _Run:
     """A model, its optimizer, its text and its folder."""
 
     def __init__(self, args: argparse.Namespace, screen: Screen) -> None:
-        self.mesh, self.rank = Mesh.parse(args.mesh), int(os.environ.get("RANK", "0"))
+        self.rank = int(os.environ.get("RANK", "0"))
         self.args, self.screen, self.folder = args, screen if self.rank == 0 else Screen(quiet=True), Path(args.out)
         tokens, words = read(args.text, args.tokenizer)
         loaded = load(args.model, words=words)
         self.rows = Rows(tokens, args.seq or loaded.sequence, args.seed)
+        if set(loaded.kwargs(1, 2)) != {"input_ids", "labels"}:
+            raise AutoparError("no-language-model", f"{args.model} is no causal language model", "train one that is")
+        self.mesh, given = self._asked(loaded)
         if args.batch % self.mesh.data_size:
             why = f"a batch of {args.batch} does not divide over {self.mesh.data_size} data ranks"
             raise AutoparError("indivisible-batch", why, f"give --batch a multiple of {self.mesh.data_size}")
-        if set(loaded.kwargs(1, 2)) != {"input_ids", "labels"}:
-            raise AutoparError("no-language-model", f"{args.model} is no causal language model", "train one that is")
-        given = fields(args.strategy) | ({"precision": args.precision} if args.precision else {})
         example = {name: torch.zeros_like(t) for name, t in self._mine(self.rows.tokens.new_zeros(self._shape)).items()}
         self.strategy = _lower.strategy_of(given, None)
-        with self.screen.working(f"compiling {args.model} for {args.mesh}"):
-            self.module = _lower.parallelize(loaded.model, args.mesh, example, self.strategy, args.seed)
+        with self.screen.working(f"compiling {args.model} for {self.mesh}"):
+            self.module = _lower.parallelize(loaded.model, str(self.mesh), example, self.strategy, args.seed)
         self.optimizer = _adamw(self.module, args)
         self.step = self._resume()
         self.screen.say(f"{loaded.description}; mesh {self.mesh}, strategy {self.strategy}; from step {self.step}")
@@ -100,15 +101,25 @@ class _Run:
         if args.compile:
             self.module.compile()
 
+    def _asked(self, loaded: LoadedModel) -> tuple[Mesh, dict[str, Any]]:
+        """Mesh and fields of Strategy: those given, or what ``auto`` finds for all processes."""
+        args = self.args
+        strategy = ",".join(filter(None, (args.strategy, args.precision and f"precision={args.precision}")))
+        if not wants(args.strategy):
+            return Mesh.parse(args.mesh or "dp=1"), fields(strategy)
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        fixed = sizes_of(int(args.mesh) if (args.mesh or "").isdigit() else args.mesh, world)
+        with self.screen.working(f"planning {args.model} on {world} devices"):
+            found = everywhere(loaded.model, world, ((), loaded.kwargs(*self._shape)), strategy, fixed, args.batch)
+        return Mesh.parse(found.mesh), fields(found.strategy)
+
     @property
     def _shape(self) -> tuple[int, int]:
         return self.args.batch, self.rows.length
 
     def _mine(self, rows: Tensor) -> dict[str, Tensor]:
         """This data rank's rows of the global batch, as the model's inputs."""
-        at, place = self.mesh.coordinates(self.rank), 0
-        for axis in self.mesh.data_axes:
-            place = place * self.mesh.size(axis) + at[axis]
+        place = self.mesh.data_rank(self.mesh.coordinates(self.rank))
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
         ids = rows.chunk(self.mesh.data_size)[place].long().to(device)
         return {"input_ids": ids, "labels": ids.clone()}

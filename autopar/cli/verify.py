@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from autopar.cli import _lower
-from autopar.cli.arguments import add_mesh, add_model, fields
+from autopar.cli.arguments import add_mesh, add_model
 from autopar.cli.models import load
 from autopar.cli.screen import Screen
 
@@ -35,11 +35,15 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         loaded = load(args.model, meta=False, seed=args.seed)
         loaded.model.eval()
         make = loaded.padding if args.padding and loaded.padding else loaded.kwargs
-        rows = args.batch * _lower.data_size(args.mesh)
-        kwargs = make(rows, args.seq or loaded.sequence)
-        report = _lower.verify(
-            loaded.model, kwargs, args.mesh, fields(args.strategy), passes=args.passes, fp64=not args.fp32
-        )
+        length = args.seq or loaded.sequence
+        asked = _lower.settled(
+            loaded.model, make(args.batch, length), args.mesh, args.strategy, args.batch, devices=args.devices,
+            passes=args.passes,
+        )  # fmt: skip
+        kwargs = make(asked.rows, length)
+        report = _lower.verify(loaded.model, kwargs, asked.mesh, asked.fields, passes=args.passes, fp64=not args.fp32)
     screen.say(loaded.description)
+    if asked.summary:
+        screen.say(asked.summary)
     screen.write(f"{report}\n")
     return 0 if report.ok else 1

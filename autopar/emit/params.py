@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from autopar.emit.initial import materialise
-from autopar.emit.rows import Box, Held, boxes, cut, gather, index_over, rows
+from autopar.emit.rows import Box, Held, boxes, cut, gather, rows
 from autopar.emit.segmented import keep_class, segmented
 from autopar.errors import AutoparError
 from autopar.ir.layout import Shard, chunk_sizes
@@ -152,7 +152,7 @@ def _placed(held: Held, axes: tuple[str, ...], at: Mapping[str, int]) -> tuple[B
     start, sizes = [0] * len(held.shape), list(held.shape)
     cuts = []
     if held.chunk:
-        mine = index_over(held.sharing, held.mesh, at) % held.chunk.ways
+        mine = held.mesh.place(held.sharing, at) % held.chunk.ways
         cuts = [(held.chunk.dim, held.chunk.ways, mine)]
     kinds = ((held.layout.get(a), a) for a in axes)
     cuts += [(kind.dim, held.mesh.size(a), at[a]) for kind, a in kinds if isinstance(kind, Shard)]

@@ -77,21 +77,13 @@ class Held:
             return found
         dim, ways = self.chunk.dim, self.chunk.ways
         shares = chunk_sizes(sum(n for _, n in found[dim]), ways)
-        mine = index_over(self.sharing, self.mesh, at) % ways
+        mine = self.mesh.place(self.sharing, at) % ways
         kept = tuple(_clipped(found[dim], sum(shares[:mine]), shares[mine]))
         return (*found[:dim], kept, *found[dim + 1 :])
 
     def local_shape(self, at: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of the tensor that the rank at ``at`` holds."""
         return tuple(sum(n for _, n in runs) for runs in self.rows(at))
-
-
-def index_over(axes: Iterable[str], mesh: Mesh, at: Mapping[str, int]) -> int:
-    """The rank's place over some axes, row-major in mesh order."""
-    index = 0
-    for axis in axes:
-        index = index * mesh.size(axis) + at[axis]
-    return index
 
 
 def _clipped(runs: Iterable[Run], start: int, length: int) -> Iterator[Run]:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -88,6 +88,17 @@ class Mesh:
     def data_size(self) -> int:
         """Number of ranks that hold different rows."""
         return math.prod(self.size(a) for a in self.data_axes)
+
+    def place(self, axes: Iterable[str], at: Mapping[str, int]) -> int:
+        """The place of the rank at ``at`` among those along ``axes``, row-major in their order."""
+        index = 0
+        for axis in axes:
+            index = index * self.size(axis) + at[axis]
+        return index
+
+    def data_rank(self, at: Mapping[str, int]) -> int:
+        """Which of a batch's ``data_size`` parts the rank at ``at`` reads, counted row-major over the data axes."""
+        return self.place(self.data_axes, at)
 
     def is_summed(self, axis: str) -> bool:
         """Whether the loss is a P over the axis and whole parameters are R: the engine alone sums their gradients."""

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-import networkx as nx
 from torch import fx
 
 from autopar.cost.compute import is_view
+from autopar.errors import AutoparError
 from autopar.ir.describe import Describer, op_name, row_of
 from autopar.ir.layout import Layout
 from autopar.ir.program import Program
@@ -51,6 +52,7 @@ def pictures(program: Program) -> list[Picture]:
 def _picture(name: str, graph: fx.Graph, describer: Describer) -> Picture:
     shown = [n for n in graph.nodes if n.op == "call_function" and not is_view(n)]
     shown += [n for n in graph.nodes if n.op == "placeholder" and "param" not in n.meta and _floats(n)]
+    nx = _networkx()
     links = nx.DiGraph()
     links.add_nodes_from(shown)
     for node in shown:
@@ -82,7 +84,15 @@ def _sources(node: fx.Node, shown: set[fx.Node]) -> Iterator[fx.Node]:
             yield from _sources(source, shown)
 
 
-def _middle(node: fx.Node, links: "nx.DiGraph[fx.Node]", at: dict[fx.Node, tuple[float, float]]) -> float:
+def _networkx() -> Any:
+    try:
+        import networkx
+    except ImportError as error:
+        raise AutoparError("missing-package", f"pictures need {error.name}", "pip install 'autopar[report]'") from None
+    return networkx
+
+
+def _middle(node: fx.Node, links: Any, at: dict[fx.Node, tuple[float, float]]) -> float:
     above = [at[n][0] for n in links.predecessors(node) if n in at]
     return sum(above) / len(above) if above else 0.0
 

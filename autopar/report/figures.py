@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from autopar.cost.rehearsal import Rehearsal
-from autopar.cost.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
+from autopar.cost.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, WORDS
 from autopar.measure import Measured
 from autopar.plans import Plan
 from autopar.report.blocks import AXES
@@ -19,7 +19,6 @@ KINDS = {
     "activations": "#e9a34a", "workspace": "#cdbfae",
 }  # fmt: skip
 ACTIONS = {FORWARD: "#4f8fd6", BACKWARD: "#46a274", INPUT: "#57b8ae", WEIGHT: "#a06bb4"}
-WORDS = {FORWARD: "forward", BACKWARD: "backward", INPUT: "gradients of inputs", WEIGHT: "gradients of weights"}
 RANKS, ACTS = 32, 6000  # that a timeline shows
 GIB = 2.0**30
 FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
@@ -163,14 +162,14 @@ def pareto(rows: Rows, front: Sequence[Plan], measured: Sequence[Measured | None
         figure.add_scatter(
             x=[p.memory * small for p in known], y=[p.seconds * scale for p in known], mode="lines+markers",
             name="Pareto front", line={"color": "#46a274", "shape": "hv"}, marker={"size": 8},
-            text=[f"{p.mesh} {p.strategy}" for p in known],
+            text=[p.words for p in known],
             hovertemplate=f"%{{text}}<br>%{{x:.4g}} {word}, %{{y:.4g}} {unit}<extra></extra>",
         )  # fmt: skip
     figure.add_scatter(
         x=[p.memory * small for _, p in rows], y=[p.seconds * scale for _, p in rows], mode="markers+text",
         name="predicted", text=[n for n, _ in rows], textposition="top center", textfont={"size": 11},
         marker={"size": 12, "color": "#3b7dd8", "line": {"color": "white", "width": 1.5}},
-        customdata=[f"{p.mesh} {p.strategy}" for _, p in rows],
+        customdata=[p.words for _, p in rows],
         hovertemplate=f"%{{customdata}}<br>%{{x:.4g}} {word}, %{{y:.4g}} {unit}<extra></extra>",
     )  # fmt: skip
     ran = [(n, m) for (n, _), m in zip(rows, measured) if m]

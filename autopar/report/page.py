@@ -9,7 +9,7 @@ from autopar.cost.rehearsal import Rehearsal
 from autopar.cost.table import duration, size
 from autopar.errors import AutoparError
 from autopar.measure import Measured
-from autopar.plans import Plan
+from autopar.plans import Plan, first_of
 from autopar.report.blocks import AXES, WHOLE, Picture
 
 MOST = 6  # strategies that are drawn rank by rank
@@ -55,7 +55,7 @@ def _parts(strategies: Sequence[Strategy], layers: Layers, front: Sequence[Plan]
 
     rows = [(s.name, s.plan) for s in strategies]
     measured = [s.measured for s in strategies]
-    best = min(strategies, key=lambda s: (s.plan.memory > s.plan.found.limit, s.plan.seconds))
+    best = strategies[first_of([s.plan for s in strategies])]
     drawn = [(s.name, s.step) for s in strategies if s.step is not None][:MOST]
     ran = "Diamonds are measured on this machine. " if any(measured) else ""
     parts = [
@@ -93,16 +93,16 @@ def _part(id: str, title: str, text: str, charts: Sequence[Any] = (), **more: An
 
 
 def _table(strategies: Sequence[Strategy]) -> dict[str, Any]:
-    fitting = [s.plan.seconds for s in strategies if s.plan.memory <= s.plan.found.limit]
+    best = strategies[first_of([s.plan for s in strategies])].plan
     heads = ["", "mesh and strategy", "step", "tokens/s/device", "MFU", "bubble", "memory"]
     ran = any(s.measured for s in strategies)
     heads += ["measured step", "measured memory"] if ran else []
     rows = []
     for s in strategies:
-        p, fits = s.plan, s.plan.memory <= s.plan.found.limit
-        mark = "over" if not fits else "best" if p.seconds == min(fitting) else ""
+        p = s.plan
+        mark = "over" if not p.fits else "best" if p.seconds == best.seconds else ""
         cells = [
-            s.name, f"{p.mesh} {p.strategy}".strip(), duration(p.seconds), f"{p.tokens_per_second:,.0f}",
+            s.name, p.words, duration(p.seconds), f"{p.tokens_per_second:,.0f}",
             f"{p.mfu:.1%}", duration(p.option.bubble), size(p.memory),
         ]  # fmt: skip
         if ran:

@@ -4,10 +4,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from autopar.cost.rehearsal import Rehearsal
-from autopar.cost.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action
+from autopar.cost.schedule import BACKWARD, FORWARD, INPUT, WORDS, Action
 from autopar.cost.timeline import Span, Timeline
 
-NAMES = {FORWARD: "forward", BACKWARD: "backward", INPUT: "gradients of inputs", WEIGHT: "gradients of weights"}
 Event = dict[str, Any]
 
 
@@ -30,7 +29,7 @@ def _step(pid: int, step: Rehearsal) -> Iterator[Event]:
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": rank, "args": {"name": f"pipeline rank {rank}"}}
         for span in spans:
             args = {"stage": span.action.stage, "microbatch": span.action.microbatch}
-            yield _event(pid, rank, str(span.action), NAMES[span.action.kind], span.start, span.end, args)
+            yield _event(pid, rank, str(span.action), WORDS[span.action.kind], span.start, span.end, args)
         start = line.seconds
         for name, seconds in (("gradients", step.gradients[rank]), ("optimizer", step.optimizer[rank])):
             if seconds:

@@ -4,12 +4,11 @@ from statistics import median_low
 
 from rich.text import Text
 
-from autopar.cost.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule, occupancies
+from autopar.cost.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, WORDS, Action, Schedule, occupancies
 from autopar.cost.table import duration
 from autopar.cost.timeline import Span, Timeline
 
 STYLES = {FORWARD: "white on blue", BACKWARD: "black on green", INPUT: "black on cyan", WEIGHT: "white on magenta"}
-WORDS = {FORWARD: "forward", BACKWARD: "backward", INPUT: "gradients of inputs", WEIGHT: "gradients of weights"}
 GAP = " ⋯ "
 
 

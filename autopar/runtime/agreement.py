@@ -1,7 +1,7 @@
 """What ranks tell each other before they act: a mismatch is an error on every rank, never a hang."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -61,17 +61,14 @@ class Agreement:
         told = [tuple(t.tolist()) for t in found]
         self._equal([t[0] for t in told], "in model (its weights included), inputs other than rows, mode or plan")
         self._equal([t[2] for t in told], "in the values of inputs that have no batch dim")
-        by_place: dict[tuple[int, ...], tuple[int, int, int]] = {}
+        by_place: dict[int, tuple[int, int, int]] = {}
         for at, rank, (_, n, _, rows_sum) in zip(self.mesh, self.ranks, told):
-            first, count, total = by_place.setdefault(self._data_place(at), (rank, n, rows_sum))
+            first, count, total = by_place.setdefault(self.mesh.data_rank(at), (rank, n, rows_sum))
             if n != count:
                 self._refuse(f"rank {rank} has {n} rows, rank {first} of the same data has {count}")
             if rows_sum and total and rows_sum != total:
                 self._refuse(f"ranks {first} and {rank} are one data rank but got different rows")
-        return tuple(n for _, n, _ in by_place.values())
-
-    def _data_place(self, at: Mapping[str, int]) -> tuple[int, ...]:
-        return tuple(at[a] for a in self.mesh.data_axes)
+        return tuple(by_place[i][1] for i in range(self.mesh.data_size))
 
     def _equal(self, values: list[int], what: str) -> None:
         known = [v for v in values if v]

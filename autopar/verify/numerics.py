@@ -253,11 +253,8 @@ class _Bench:
         return whole.tensor_split(self.sizes.data_size, output.batch_dim)[self.data_rank(rank)]
 
     def data_rank(self, rank: int) -> int:
-        """The rank's place in the data, row-major over the data axes."""
-        at, index = self.sizes.coordinates(rank), 0
-        for axis in self.sizes.data_axes:
-            index = index * self.sizes.size(axis) + at[axis]
-        return index
+        """The part of the batch that a rank reads."""
+        return self.sizes.data_rank(self.sizes.coordinates(rank))
 
     def lower(self, plan: Planned, rank: int) -> Variant:
         """The rank's own programs."""

@@ -29,9 +29,7 @@ def model(name: str) -> Any:
 
 def mine(mesh: Mesh) -> dict[str, torch.Tensor]:
     """This data rank's rows."""
-    at, place = mesh.coordinates(dist.get_rank()), 0
-    for axis in mesh.data_axes:
-        place = place * mesh.size(axis) + at[axis]
+    place = mesh.data_rank(mesh.coordinates(dist.get_rank()))
     return {n: t.chunk(mesh.data_size)[place].clone() for n, t in whole(64).items()}
 
 
@@ -123,3 +121,21 @@ def failing(strategy: str) -> str:
 
 def test_a_refusal_reaches_every_process(ranks: Ranks) -> None:
     assert ranks.run(2, failing, "auto,schedule=dualpipev", timeout=120.0) == ["bad-strategy"] * 2
+
+
+def features(rows: int) -> torch.Tensor:
+    return torch.randn(rows, 16, generator=torch.Generator().manual_seed(5))
+
+
+def without_layers() -> tuple[float, str, str]:
+    pm = autopar.parallelize(seeded(Mlp), None, (features(4),), strategy="auto", loss=torch.Tensor.sum)
+    mesh = Mesh.parse(pm.plan.mesh)
+    rows = features(8).chunk(mesh.data_size)[mesh.data_rank(mesh.coordinates(dist.get_rank()))]
+    return float(pm.train_step(rows)), pm.plan.mesh, pm.plan.summary
+
+
+def test_a_model_without_layers_is_planned_and_says_what_is_left_out(ranks: Ranks) -> None:
+    (loss, mesh, summary), other = ranks.run(2, without_layers, timeout=120.0)
+    expected = float(seeded(Mlp)(features(8)).detach().sum())
+    assert loss == pytest.approx(expected, rel=1e-5) and other[0] == pytest.approx(loss)
+    assert Mesh.parse(mesh).size("pp") == 1 and "no plan has stages (pp)" in summary

@@ -1,5 +1,7 @@
 import ast
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -151,3 +153,33 @@ def test_the_readme_s_commands_exist():
     assert set(re.findall(r"^(?:\$ )?autopar (\w+)", text, flags=re.M)) <= commands
     for path in re.findall(r"\b(?:examples|benchmarks|tests)/[\w/]+\.py\b", text + makefile):
         assert (ROOT / path).exists(), path
+
+
+def packages_of(path: Path, top: bool) -> set[str]:
+    """Packages of others that a file imports, at its top level or anywhere."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = tree.body if top else list(ast.walk(tree))
+    names = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
+    names += [n.module or "" for n in nodes if isinstance(n, ast.ImportFrom)]
+    return {n.split(".")[0] for n in names} - {"autopar", *sys.stdlib_module_names}
+
+
+def test_every_package_that_is_imported_is_asked_for_by_what_imports_it():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    core, *extras = (
+        {re.match(r"[\w-]+", d)[0] for d in listed}
+        for listed in (project["dependencies"], *(project["optional-dependencies"][e] for e in ("hf", "report")))
+    )
+    lazy = {"report.figures"}  # which the page imports when it is drawn
+    found = modules()
+    assert set().union(*(packages_of(p, top=True) for n, p in found.items() if n not in lazy)) == core
+    assert set().union(*(packages_of(p, top=False) for p in found.values())) == core.union(*extras)
+
+
+def test_public_names_are_loaded_when_they_are_used():
+    code = (
+        "import sys, autopar; assert 'autopar.emit.module' not in sys.modules; import autopar.verify.structure; "
+        "assert all(getattr(autopar, n) is not None for n in autopar.__all__) and callable(autopar.verify); "
+        "assert set(autopar.__all__) <= set(dir(autopar)); from autopar import parallelize, verify"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

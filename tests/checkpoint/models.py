@@ -70,10 +70,8 @@ def batch(model: str, seed: int, rows: int = 4) -> dict[str, Tensor]:
 def mine(values: dict[str, Tensor], mesh: str) -> dict[str, Tensor]:
     """This data rank's rows."""
     sizes = Mesh.parse(mesh)
-    at, c = sizes.coordinates(dist.get_rank() if dist.is_initialized() else 0), 0
-    for axis in sizes.data_axes:
-        c = c * sizes.size(axis) + at[axis]
-    return {n: t.tensor_split(sizes.data_size)[c] for n, t in values.items()}
+    index = sizes.data_rank(sizes.coordinates(dist.get_rank() if dist.is_initialized() else 0))
+    return {n: t.tensor_split(sizes.data_size)[index] for n, t in values.items()}
 
 
 def parallel(model: str, mesh: str, seed: int = 0, strategy: str = "", **options: Any) -> Any:

@@ -70,8 +70,7 @@ def steps(module: Any, optimizer: Any, rows: Tensor, n: int) -> list[float]:
 
 def run(mesh: str, folder: pathlib.Path, before: int) -> Any:
     sizes = Mesh.parse(mesh)
-    at = sizes.coordinates(dist.get_rank())
-    rows = ids().chunk(sizes.data_size)[at.get("dp", 0)]
+    rows = ids().chunk(sizes.data_size)[sizes.data_rank(sizes.coordinates(dist.get_rank()))]
     pm = autopar.parallelize(net(seed=0 if before else 3), mesh, args=(rows,), loss=loss)
     optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-2)
     if before:

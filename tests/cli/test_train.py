@@ -68,6 +68,15 @@ def test_two_processes_and_on_other_meshes(text: pathlib.Path, tmp_path: pathlib
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
 
 
+def test_auto_on_two_processes_has_the_losses_of_one(
+    text: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = torchrun(text, tmp_path / "two", "--strategy", "auto,microbatches=2", "--steps", "3")
+    assert main(["train", MODEL, str(text), "--out", str(tmp_path / "one"), *OPTIONS, "--steps", "3"]) == 0
+    want = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in want], rel=1e-4)
+
+
 def refusal(text: pathlib.Path, out: pathlib.Path, *options: str, model: str = MODEL) -> str:
     with pytest.raises(AutoparError) as caught:
         args = build().parse_args(["train", model, str(text), "--out", str(out), *OPTIONS, *options])

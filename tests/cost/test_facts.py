@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import sympy
 
+from autopar.cost.candidates import SCHEDULES, Candidates
 from autopar.cost.communication import collective_bytes
 from autopar.cost.family import Family, Unit
 from autopar.cost.forms import Forms
@@ -11,7 +12,9 @@ from autopar.cost.hardware import load
 from autopar.cost.kernels import Kernel
 from autopar.cost.memory import MIXED_ADAM, states
 from autopar.cost.regime import Regime
-from autopar.cost.step import SCHEDULES, Candidates, steps
+from autopar.cost.schedule import schedule as schedule_of
+from autopar.cost.step import steps
+from autopar.cost.timeline import Times, simulate
 from autopar.cost.zero import Stage
 
 PSI, N, P, M, V = sympy.symbols("Psi N p m v", positive=True)
@@ -37,11 +40,11 @@ def test_zero_states_are_table_one(stage, bytes_):
     assert sympy.simplify(states(PSI, MIXED_ADAM, stage, N).total - PSI * bytes_) == 0
 
 
-def pipeline(p: int, m: int, schedule: str, virtual: int = 1):
+def pipeline(p: int, m: int, schedule: str, virtual: int = 1, backward: float = 2.0):
     """A model of equal blocks whose ends cost nothing, on a pipeline whose sends cost next to nothing."""
     import torch
 
-    work = Kernel("memory", (0, 0), (1e9, 2e9), None, torch.float32)
+    work = Kernel("memory", (0, 0), (1e11, backward * 1e11), None, torch.float32)
     policies = {"none": 7.0, "selective": 5.0, "full": 1.0}
     end = dict.fromkeys(policies, 0.0)
     block = Unit("block", 1, ((1, work),), (), {}, policies, 0, (0, 0))
@@ -53,7 +56,7 @@ def pipeline(p: int, m: int, schedule: str, virtual: int = 1):
     }.items()}  # fmt: skip
     sizes = {a: np.array([float(n)]) for a, n in {"pp": p, "dp": 1, "ep": 1, "cp": 1, "tp": 1}.items()}
     found = steps(Forms(made), load("h100"), Candidates(sizes, positions=1.0, **column), Regime(even=True))
-    ideal = m * (48 / p) * 3e9 / (load("h100").memory_bandwidth * load("h100").memory_efficiency)
+    ideal = m * (48 / p) * (1 + backward) * 1e11 / (load("h100").memory_bandwidth * load("h100").memory_efficiency)
     return found, ideal
 
 
@@ -74,6 +77,27 @@ def test_zero_bubble_schedules_wait_less():
     waits = [pipeline(4, 8, name, v)[0].bubble[0] for name, v in (("1f1b", 1), ("zero-bubble", 1), ("zbv", 2))]
     assert waits[0] > waits[1] > waits[2]
     assert waits[1] == pytest.approx(waits[0] / 3, rel=1e-2)  # F = I = W: arXiv:2401.10241, table 1
+
+
+@pytest.mark.parametrize("backward", [1.2, 2.0, 3.0])
+@pytest.mark.parametrize(
+    ("name", "virtual", "p", "m"),
+    [
+        *(("gpipe", 1, 4, m) for m in (1, 3, 8)),
+        *(("1f1b", 1, 4, m) for m in (4, 8)),
+        *(("zero-bubble", 1, p, m) for p, m in ((2, 1), (2, 4), (4, 1), (4, 2), (4, 8), (8, 3), (8, 16))),
+        *(("interleaved", v, p, m) for v, p, m in ((2, 4, 1), (2, 4, 2), (2, 4, 8), (3, 4, 2), (3, 2, 4), (2, 8, 6))),
+        *(("zbv", 2, p, 2 * p) for p in (2, 4, 8)),
+    ],
+)
+def test_the_bubble_is_that_of_the_simulated_schedule(name, virtual, p, m, backward):
+    found, ideal = pipeline(p, m, name, virtual, backward)
+    each = ideal / m
+    forward, half = each / (1 + backward) / virtual, each * backward / (1 + backward) / 2 / virtual
+    stages = p * virtual
+    parts = Times(*((s,) * stages for s in (forward, half, half)))
+    seconds = simulate(schedule_of(name, p, virtual, m), parts).seconds
+    assert found.bubble[0] == pytest.approx(seconds - ideal, rel=1e-2)
 
 
 def test_activations_in_flight():

@@ -1,12 +1,25 @@
 """One candidate simulated: its time is the search's where the schedule is plain, its memory is a moment's."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
 from autopar.cli.arguments import split_axes
 from autopar.cli.models import load
+from autopar.cost import links as links_of
+from autopar.cost.candidates import ORDER
+from autopar.cost.forms import Forms
 from autopar.cost.hardware import load as profile
-from autopar.cost.rehearsal import Rehearsal
+from autopar.cost.links import Links
+from autopar.cost.regime import Regime
+from autopar.cost.rehearsal import Rehearsal, rehearse
+from autopar.cost.search import Question, every_grid
+from autopar.cost.space import Space
+from autopar.cost.units import send_seconds
+from autopar.families import families
+from autopar.ir.mesh import Mesh
 from autopar.priced import compare
 from autopar.rehearsed import closer, rehearsed
 
@@ -37,9 +50,44 @@ def steps() -> dict[str, tuple[object, Rehearsal]]:
     return out
 
 
-def test_without_stages_the_time_is_that_of_the_search(steps):
-    plan, step = steps["dp=2,tp=2"]
-    assert step.option.seconds == pytest.approx(plan.seconds, rel=0.02)
+@pytest.mark.parametrize("offload", [False, True])
+def test_without_stages_the_time_is_that_of_the_search(offload):
+    """With rings, Ulysses, experts' axes, copies of shards, host time and what the device hides: one set of prices."""
+    model, machine = (
+        load("hf:llama3-8b-tiny").model.train(),
+        replace(profile("h100x16"), host=1e-6, unit=2e-6, overlap=0.7),
+    )
+    ids = torch.zeros(2, 64, dtype=torch.int64, device="meta")
+    forms = tuple(Forms(f) for f in families(model, (), {"input_ids": ids, "labels": ids.clone()}).values())
+    question = Question(forms, machine, Space(16, 8, 64, 128, ("dp", "cp", "tp"), offload), Regime(overlap=0.8), np.inf)
+    kinds = set()
+    for form, grid in every_grid(question):
+        for option in question.options(form, grid.candidates, np.flatnonzero(grid.legal)[::29]):
+            found = rehearse(form, machine, option, question.regime, 128).option
+            assert found.seconds == pytest.approx(option.seconds, rel=1e-9), (option.mesh, option.strategy)
+            assert found.exposed == pytest.approx(option.exposed) and found.optimizer == pytest.approx(option.optimizer)
+            states = ("parameters", "optimizer")
+            assert [found.memory[k] for k in states] == pytest.approx([option.memory[k] for k in states])
+            kinds |= {option.context, option.recompute, option.zero, option.shard > 0, option.sequence}
+    assert kinds >= {"ring", "ulysses", "full", "selective", 1, 3}
+
+
+@pytest.mark.parametrize(("mesh", "reach"), [("pp=2,dp=8", "outer"), ("dp=8,pp=2", "inner")])
+def test_a_message_between_stages_costs_what_the_pipeline_pass_takes_it_for(mesh, reach):
+    machine, sizes = profile("h100x16"), Mesh.parse(mesh)
+    tier = getattr(machine, reach)
+    seconds = send_seconds(1e6, machine, sizes)
+    assert seconds == pytest.approx(tier.base + tier.latency + 1e6 / tier.rate("p2p"))
+    axes = {a: np.array([float(sizes.size(a))]) for a in ORDER}
+    links = Links.placed(machine, axes, (*(a for a in ORDER if a not in sizes.names), *sizes.names))
+    across = axes["pp"] * links.strides["pp"] > machine.node
+    assert float(links_of.send_seconds(machine, 1e6, across)[0]) == pytest.approx(seconds)
+
+
+def test_data_ranks_are_as_far_apart_as_the_axes_that_have_several():
+    axes = {"pp": 1, "dp": 8, "ep": 1, "cp": 1, "tp": 2}
+    links = Links.placed(profile("h100"), {a: np.array([float(n)]) for a, n in axes.items()}, ("dp", "ep", "tp", "cp"))
+    assert links.nearest(("dp", "cp"))[0] == 2.0 and links.strides["cp"][0] == 1.0
 
 
 def test_a_moment_holds_no_more_than_everything(steps):

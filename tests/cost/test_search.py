@@ -12,6 +12,7 @@ from autopar.cli.main import main
 from autopar.cli.models import load
 from autopar.cost import hardware as profiles
 from autopar.cost.balance import even_starts
+from autopar.cost.candidates import SCHEDULES
 from autopar.cost.communication import collective_seconds as one_link
 from autopar.cost.communication import link_between
 from autopar.cost.forms import Forms
@@ -19,7 +20,7 @@ from autopar.cost.links import collective_seconds
 from autopar.cost.regime import Regime
 from autopar.cost.search import search
 from autopar.cost.space import Space, grids
-from autopar.cost.step import SCHEDULES, Group, steps
+from autopar.cost.step import Group, steps
 from autopar.errors import AutoparError
 from autopar.families import families
 from autopar.planner import accelerator, plan, planned

@@ -181,7 +181,5 @@ def batch(seed: int = 1) -> Tensor:
 
 def mine(x: Tensor, place: Place) -> Tensor:
     """This data rank's rows."""
-    c = 0
-    for axis in place.mesh.data_axes:
-        c = c * place.mesh.size(axis) + place.axes[axis].coordinate
-    return x.tensor_split(place.mesh.data_size)[c]
+    at = {axis: handle.coordinate for axis, handle in place.axes.items()}
+    return x.tensor_split(place.mesh.data_size)[place.mesh.data_rank(at)]

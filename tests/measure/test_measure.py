@@ -60,6 +60,7 @@ def test_rows_are_counted_over_the_data_axes_in_mesh_order():
     batch = {"x": torch.arange(8), "scale": 3}
     mesh = Mesh.parse("dp=2,tp=2,ep=2")
     assert [rows_of(batch, mesh, r)["x"].tolist()[0] for r in range(8)] == [0, 2, 0, 2, 4, 6, 4, 6]
+    assert [mesh.data_rank(at) for at in mesh] == [0, 1, 0, 1, 2, 3, 2, 3]
     assert rows_of(batch, mesh, 0)["scale"] == 3
 
 

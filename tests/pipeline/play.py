@@ -16,9 +16,7 @@ STEPS = 2
 def rows(given: dict[str, Tensor], mesh: str) -> dict[str, Tensor]:
     """This data rank's part of a batch."""
     sizes = Mesh.parse(mesh)
-    at, index = sizes.coordinates(dist.get_rank() if dist.is_initialized() else 0), 0
-    for axis in sizes.data_axes:
-        index = index * sizes.size(axis) + at[axis]
+    index = sizes.data_rank(sizes.coordinates(dist.get_rank() if dist.is_initialized() else 0))
     return {n: t.tensor_split(sizes.data_size)[index].clone() for n, t in given.items()}
 
 

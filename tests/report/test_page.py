@@ -1,13 +1,24 @@
 """The page of a comparison: whole, offline, and drawn by a browser."""
 
+import contextlib
+import io
+import json
+import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
 
 import pytest
 
+from autopar.cli.arguments import split_axes
 from autopar.cli.main import main
+from autopar.cli.models import load
+from autopar.cost.table import duration, size
+from autopar.priced import compare
+from autopar.rehearsed import rehearsed
 
+MODEL = "hf:llama3-8b-tiny"
+STRATEGIES = ["dp=4,zero=3", "dp=2,tp=2,sequence_parallel=true", "pp=2,dp=2,microbatches=4"]
 PARTS = ["strategies", "time", "memory", "pareto", "timeline", "ranks", "mesh", "layer"]
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -22,11 +33,35 @@ class Tags(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
+def made(tmp_path_factory):
+    """The page, and what the command prints."""
     path = tmp_path_factory.mktemp("page") / "report.html"
-    strategies = ["dp=4,zero=3", "dp=2,tp=2,sequence_parallel=true", "pp=2,dp=2,microbatches=4"]
-    assert main(["compare", "hf:llama3-8b-tiny", "--cluster", "h100x4", *strategies, "--html", str(path)]) == 0
-    return path
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        command = ["compare", MODEL, "--cluster", "h100x4", *STRATEGIES, "--html", str(path), "--json"]
+        assert main(command) == 0
+    return path, json.loads(out.getvalue())
+
+
+@pytest.fixture(scope="module")
+def page(made):
+    return made[0]
+
+
+def test_the_table_and_the_page_have_the_numbers_of_the_timeline(made):
+    """With stages a search's sums are not the simulated step: every number shown is the latter's."""
+    page, rows = made
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", page.read_text(encoding="utf-8"))
+    loaded, asked = load(MODEL), [(s, *split_axes(s)) for s in STRATEGIES]
+    plans = compare(loaded.model.train(), "h100x4", (), loaded.kwargs(2, loaded.sequence), asked, batch=16)
+    steps = [(plan, rehearsed(plan)) for _, plan in plans]
+    assert steps[2][1].option.seconds != pytest.approx(steps[2][0].seconds, rel=1e-3)
+    for name, row, (_, step) in zip(STRATEGIES, rows, steps, strict=True):
+        late = max(g + o for g, o in zip(step.gradients, step.optimizer))
+        assert row["step_seconds"] == pytest.approx(step.timeline.seconds + late)
+        assert row["peak_bytes"] == pytest.approx(max(sum(kinds.values()) for kinds in step.memory))
+        at = cells.index(name)
+        assert (cells[at + 2], cells[at + 6]) == (duration(row["step_seconds"]), size(row["peak_bytes"]))
 
 
 def test_the_page_has_every_part_and_asks_for_nothing_from_outside(page):

@@ -72,7 +72,7 @@ def loss(out: Tensor) -> Tensor:
 def trained(mesh: str, strategy: str) -> Any:
     """Gradients of the first step, then losses, parameters, and elements held, after three steps."""
     sizes = Mesh.parse(mesh)
-    index = sizes.coordinates(dist.get_rank())["dp"]
+    index = sizes.data_rank(sizes.coordinates(dist.get_rank()))
 
     def mine(seed: int) -> Tensor:
         return ids(seed).tensor_split(sizes.data_size)[index]
