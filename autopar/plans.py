@@ -15,7 +15,11 @@ from autopar.cost.neighbours import neighbours
 from autopar.cost.search import Found, Option
 from autopar.cost.table import duration, size
 
-UNPRICED = ("strict", "prefetch", "outputs", "expert_capacity")  # fields of Strategy that no price depends on
+PRICED = (
+    "sequence_parallel", "context_parallel", "zero", "zero_shard_size", "microbatches", "microbatch_rows", "schedule",
+    "virtual_stages", "recompute", "offload", "hardware", "precision",
+)  # fmt: skip
+"""Fields of Strategy that an option has by itself, or that its cluster says."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Plan:
     @property
     def strategy(self) -> str:
         """Fields of ``Strategy``, as text; also those that were decided and have no price."""
-        own = (f"{k}={v}" for k, v in self.found.question.space.given if k in UNPRICED)
+        own = (f"{k}={v}" for k, v in self.found.question.space.given if k not in PRICED)
         return ",".join(filter(None, (self.option.strategy, *own)))
 
     @property

@@ -69,8 +69,8 @@ def test_what_no_plan_can_have_is_refused(text: str, slug: str) -> None:
 
 def test_a_plan_says_what_was_decided_and_refuses_to_be_told_twice() -> None:
     model = llama(layers=4).to("meta")
-    found = plan(model, "h100x4", (), batch(), strategy="strict=true,precision=fp32,zero=0")
-    assert all("strict=True" in p.strategy and p.option.zero == 0 for p in found)
+    found = plan(model, "h100x4", (), batch(), strategy="strict=true,expert_chunks=2,precision=fp32,zero=0")
+    assert all("strict=True,expert_chunks=2" in p.strategy and p.option.zero == 0 for p in found)
     for text in ("precision=fp32", "hardware=a100-80g"):
         with pytest.raises(AutoparError) as error:
             plan(model, "h100x4", (), batch(), precision="bf16", strategy=text)
