@@ -133,7 +133,7 @@ def _refused(node: fx.Node, shape: tuple[int, ...], shard: Shard, axis: str) -> 
     name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
     hint = ""
     if node.target in (aten.matmul.default, aten.bmm.default, aten.softmax.int, aten._softmax.default):
-        hint = ": attention with a soft cap, a sink or another form that is not recognized"
+        hint = ": attention in a form that is not recognized"
     return AutoparError(
         "whole-sequence",
         f"{where}{source}: {name} needs the whole sequence (dim {shard.dim} of {list(shape)}), which {axis} shares out"

@@ -6,6 +6,7 @@ in tiles makes each tile's part. Only what is the same for every query that sees
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -45,15 +46,16 @@ def take_masks_apart(graph: fx.Graph) -> None:
         mask, size = known["mask"], len(shape_of(known["q"]))
         if mask is None or known["band"] is not None or size != 4 or len(shape_of(mask)) < 2:
             continue
-        found = parts_of(mask, known["fill"], shape_of(known["q"])[-2], shape_of(known["k"])[-2])
+        found = parts_of(known)
         if found is not None:
             with graph.inserting_before(node):
                 _put(graph, node, found)
     edit.drop_dead(graph)
 
 
-def parts_of(mask: fx.Node, fill: float | None, queries: int, keys: int) -> Parts | None:
-    """The parts of a mask; None where nothing is won, or a query that sees nothing would get something else."""
+def parts_of(known: dict[str, Any]) -> Parts | None:
+    """The parts of an attention's mask; None where nothing is won, or what is hidden by a number may count."""
+    mask, fill = known["mask"], known["fill"]
     spec = mask.meta["spec"]
     if spec.dtype == torch.bool:
         seen, opposite, lowest = mask, False, -math.inf if fill is None else fill
@@ -68,12 +70,15 @@ def parts_of(mask: fx.Node, fill: float | None, queries: int, keys: int) -> Part
     _collect(found, seen, opposite, whole)
     if any(-2 in at and -1 in at for _, _, at in found.rest) or (found.band is None and found.ids is None):
         return None
-    certain = queries == keys and not found.rest and _includes_self(found)
-    return found if lowest == -math.inf or certain else None
+    return found if lowest == -math.inf or _hides_all(found, known, lowest) else None
 
 
-def _includes_self(found: Parts) -> bool:
-    """Whether every query sees the key of its own position."""
+def _hides_all(found: Parts, known: dict[str, Any], lowest: float) -> bool:
+    """Whether a finite number hides like minus infinity: every query sees its own key, whose score nothing lowers."""
+    square = shape_of(known["q"])[-2] == shape_of(known["k"])[-2]
+    low = torch.finfo(known["q"].meta["spec"].dtype).min * 0.99
+    if not square or found.rest or known["bias"] is not None or lowest > low:
+        return False
     same = found.ids is None or _source(found.ids[0]) is _source(found.ids[1])
     return (found.low or 0) <= 0 and (found.high or 0) >= 0 and same
 

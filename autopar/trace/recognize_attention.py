@@ -133,6 +133,7 @@ class _Rewrite:
         found = self.found
         lowest = torch.finfo(found.product.meta["spec"].dtype).min * 0.99
         one = len(found.hidden) == 1 and not found.shut and found.fill is not None and found.fill <= lowest
+        one = one and (not found.bias or found.fill == -inf)  # which may lower all that is seen
         kind = seen_kind(*found.hidden[0]) if one else ""
         if kind:
             found.hidden, found.fill = [], None
