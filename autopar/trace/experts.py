@@ -19,7 +19,7 @@ from autopar.ir.grouped import Body
 from autopar.ir.program import Spec
 from autopar.trace import places
 from autopar.trace.builder import Builder, lowering
-from autopar.trace.layers import SINGLE, kind_of, lookup, numbers, repeated
+from autopar.trace.layers import SINGLE, kind_of, numbers, repeated, watching
 from autopar.trace.loops import Families, Record, families_of, traced_stack, understood
 from autopar.trace.loops import substitute as loop
 from autopar.trace.once import Unsafe
@@ -233,7 +233,7 @@ def _look_up(known: dict[Any, Known | str], module: Any, kind: type, taken: list
     fits = hidden.ndim == index.ndim == weights.ndim == 2 and index.shape == weights.shape
     if not fits or index.is_floating_point() or not weights.is_floating_point() or index.shape[1] > stacked(module):
         return "it is not called with tokens [T, H], choices [T, k] and weights [T, k]"
-    alike = (kind, kind_of(module), tuple(numbers(module).items()), lookup())
+    alike = (kind, kind_of(module), tuple(numbers(module).items()), watching(module))
     key = (*alike, hidden.shape[1], index.shape[1], hidden.dtype, weights.dtype)
     if key not in known:
         rows = ROWS * stacked(module)

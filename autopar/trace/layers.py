@@ -61,6 +61,9 @@ def plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
+WATCHED = "_autopar_watched"  # of a look-up that records: ids of the modules whose numbers it watches
+
+
 def is_number(value: Any) -> bool:
     """Whether an attribute may differ between elements of one kind, as long as nobody reads it."""
     return type(value) in (int, float)
@@ -102,6 +105,12 @@ def lookup() -> Any:
     return _symbolic_trace._orig_module_getattr
 
 
+def watching(module: nn.Module) -> Any:
+    """What is told when a number of the module is looked at; None where nothing is."""
+    watched = getattr(lookup(), WATCHED, frozenset())
+    return lookup() if any(id(m) in watched for m in module.modules()) else None
+
+
 @contextmanager
 def recording(element: nn.Module, watched: set[Attribute]) -> Iterator[set[Attribute]]:
     """Yields the set of those ``watched`` attributes that are looked at while the context lasts.
@@ -122,6 +131,8 @@ def recording(element: nn.Module, watched: set[Attribute]) -> Iterator[set[Attri
         return entry[1]
 
     try:
+        own = {id(modules[path]) for path, _ in watched}
+        setattr(getattr_, WATCHED, own | getattr(ordinary, WATCHED, frozenset()))
         nn.Module.__getattr__ = _symbolic_trace._orig_module_getattr = getattr_  # type: ignore[method-assign]
         for path, name in watched:
             hidden[id(modules[path]), name] = ((path, name), modules[path].__dict__.pop(name))

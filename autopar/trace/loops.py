@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autopar.ir.program import Spec
 from autopar.trace import places
-from autopar.trace.layers import SINGLE, kind_of, lookup, numbers
+from autopar.trace.layers import SINGLE, kind_of, numbers, watching
 from autopar.trace.questions import Choice, Questions, behind
 from autopar.trace.record import Unrecognized, aside
 from autopar.trace.routed import Layer, Routed, digests
@@ -184,11 +184,13 @@ class Records:
             if min(unseen) not in hit:
                 raise Unrecognized(f"expert {min(unseen)} is not chosen where it scores highest")
             unseen, always = unseen - hit, always & hit
-        for kind in ("biased", "without", "alike"):
+        for kind in ("biased", "alike"):
             always &= self.add(Scores(0, kind))
         before = everyone
         while always and always < before:
             before, always = always, always & self.add(Scores(max(always) + 1, "alike"))
+        if always or self.questions.open():
+            self.add(Scores(0, "without"))
         for first in range(1, self.experts):
             for scores in (Scores(first, "alike"), Scores(first)):
                 if self.questions.open():
@@ -386,7 +388,7 @@ def _look_up(known: dict[Any, Record | str], module: Any, kind: type, args: Any,
     assert found is not None
     flat, spec = tree_flatten((args, kwargs))
     looks = tuple((tuple(map(int, x.shape)), x.dtype) if isinstance(x, Tensor) else repr(x) for x in flat)
-    same = (kind, kind_of(module), tuple(numbers(module).items()), lookup())
+    same = (kind, kind_of(module), tuple(numbers(module).items()), watching(module))
     key = (*same, str(spec), looks, torch.is_grad_enabled())
     if key not in known:
         known[key] = understood(module, kind, found, args, kwargs)

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 RANKED = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.max.dim, aten.min.dim)
 BEST = (aten.argmax.default, aten.argmin.default)
 DRAWS = 3  # random choices for which answers are computed
-EFFORT = 2**32  # elements that may be computed to find what else could have been answered
+EFFORT = 2**24  # elements that may be computed to find what else could have been answered
 PLAIN, CHOSEN, MADE_UP = range(3)  # what a number comes from: constants, choices of experts, numbers that we made up
 UNKNOWN = object()  # an answer that cannot be computed
 

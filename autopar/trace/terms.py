@@ -213,8 +213,14 @@ class Reader:
 
     def terms(self, node: fx.Node) -> Terms | None:
         """The value as terms; None where it is none."""
-        if node not in self.known:
-            self.known[node] = self._read(node)
+        chain: list[Any] = []  # each adds to the next one, as often as there are experts
+        at: Any = node
+        while isinstance(at, fx.Node) and at not in self.known:
+            chain.append(at)
+            at = at.args[0] if at.target in ADDING | {aten.add.Tensor} and at.args else None
+        for one in reversed(chain):
+            if one not in self.known:
+                self.known[one] = self._read(one)
         return self.known[node]
 
     def _read(self, node: fx.Node) -> Terms | None:
