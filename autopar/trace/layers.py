@@ -107,7 +107,7 @@ def lookup() -> Any:
 
 def watching(module: nn.Module) -> Any:
     """What is told when a number of the module is looked at; None where nothing is."""
-    watched = getattr(lookup(), WATCHED, frozenset())
+    watched: frozenset[int] = getattr(lookup(), WATCHED, frozenset())
     return lookup() if any(id(m) in watched for m in module.modules()) else None
 
 

@@ -156,18 +156,19 @@ class Records:
 
     def __init__(self, make: Callable[[Scores], Record], experts: int) -> None:
         self.make, self.experts = make, experts
-        self.made: list[Record] = []
+        self.one: Record | None = None
+        self.nodes = 0  # of all records
         self.questions = Questions()
 
     def add(self, scores: Scores) -> set[int]:
         """One more record: the experts that were chosen in it."""
-        if sum(len(r.layer.nodes) for r in self.made) > NODES:
+        if self.nodes > NODES:
             raise Unrecognized(f"{self.experts} experts take too many calls to be seen")
         record = self.make(scores)
-        self.made.append(record)
+        self.one, self.nodes = self.one or record, self.nodes + len(record.layer.nodes)
         if not record.layer.routed:
             raise Unrecognized("the result is no sum over experts")
-        if record.text != self.made[0].text:
+        if record.text != self.one.text:
             raise Unrecognized("what is computed depends on which experts are chosen")
         layer = record.layer
         names = digests(layer.nodes, behind(n for n, _ in record.asked), {})
@@ -197,7 +198,8 @@ class Records:
                     self.add(scores)
         if self.questions.open():
             raise Unrecognized("Python asks what has more answers than can be seen")
-        return self.made[0]
+        assert self.one is not None
+        return self.one
 
 
 def _recorded(module: Any, kind: type, found: Families, args: Any, kwargs: Any, like: Scores) -> Record:

@@ -7,7 +7,7 @@ seen elsewhere.
 """
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 RANKED = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.max.dim, aten.min.dim)
 BEST = (aten.argmax.default, aten.argmin.default)
 DRAWS = 3  # random choices for which answers are computed
-EFFORT = 2**24  # elements that may be computed to find what else could have been answered
+EFFORT = 2**26  # elements that may be computed to find what else could have been answered
 PLAIN, CHOSEN, MADE_UP = range(3)  # what a number comes from: constants, choices of experts, numbers that we made up
 UNKNOWN = object()  # an answer that cannot be computed
 
@@ -84,64 +84,52 @@ def behind(nodes: Iterable[fx.Node], stop: bool = False) -> set[fx.Node]:
     return found
 
 
+Key = tuple[int | None, int, bool]  # another choice: ``first``, random draw, ``turned``
+PAIRS: list[Key] = [(None, draw, turned) for draw in range(DRAWS) for turned in (False, True)]
+
+
 @dataclass
 class Question:
     """One number of a value that Python looked at.
 
     Args:
         node: the value. at: which of its numbers. behind: what it is computed from, in order, as far as the choices.
-        seen: the answers. world: what they are computed in.
+        seen: the answers. others: those that other choices would have; None where there is no such number.
     """
 
     node: fx.Node
     at: int
     behind: list[fx.Node]
-    worlds: "Worlds"
     seen: set[Any] = field(default_factory=set)
+    others: dict[Key, Any] = field(default_factory=dict)
 
     @property
-    def explored(self) -> bool:
-        """Whether no other answer could matter."""
-        several = len(self.seen) > 1
-        return several and (all(isinstance(a, bool) for a in self.seen) or self.alike) or self.possible <= self.seen
+    def several(self) -> bool:
+        """Whether more than one answer was seen."""
+        return len(self.seen) > 1
 
-    @cached_property
+    @property
+    def both(self) -> bool:
+        """Whether all answers that there are were seen."""
+        return self.several and all(isinstance(a, bool) for a in self.seen)
+
+    @property
     def alike(self) -> bool:
         """Whether the answer stays the same where tokens change places."""
-        return all(UNKNOWN not in pair and len(set(pair)) == 1 for pair in self._draws)
+        pairs = [(self.others[a], self.others[b]) for a, b in zip(PAIRS[::2], PAIRS[1::2])]
+        return all(UNKNOWN not in pair and len(set(pair)) == 1 for pair in pairs)
 
     @cached_property
-    def possible(self) -> set[Any]:
-        """Answers that other choices would have."""
+    def firsts(self) -> list[Key]:
+        """Choices in which tokens choose alike, as many as effort allows."""
         count = max(n.meta["choice"].count for n in self.behind if "choice" in n.meta)
         step = 1 + count * sum(n.meta["number"].numel() for n in self.behind if "number" in n.meta) // EFFORT
-        found = {self._answer((first, 0, False)) for first in range(0, count, step)}
-        return found.union(*self._draws) - {None}
+        return [(first, 0, False) for first in range(0, count, step)]
 
-    @cached_property
-    def _draws(self) -> list[tuple[Any, Any]]:
-        return [(self._answer((None, d, False)), self._answer((None, d, True))) for d in range(DRAWS)]
-
-    def _answer(self, key: tuple[int | None, int, bool]) -> Any:
-        """The answer for another choice; None where there is no such number."""
-        value = self.worlds.value(key, self.behind)
-        if value is None or value is UNKNOWN:
-            return value
-        numbers = value.reshape(-1).tolist() if isinstance(value, Tensor) else [value]
-        return numbers[self.at] if self.at < len(numbers) else None
-
-
-class Worlds:
-    """The values of one record's nodes for other choices, each by (``first``, random draw, ``turned``)."""
-
-    def __init__(self) -> None:
-        self.made: dict[Any, dict[fx.Node, Any]] = {}
-
-    def value(self, key: tuple[int | None, int, bool], nodes: list[fx.Node]) -> Any:
-        """The last node's value."""
+    def answer(self, key: Key, world: dict[fx.Node, Any]) -> None:
+        """Compute the answer for another choice; ``world``: values for that choice, to which those behind are added."""
         first, draw, turned = key
-        world = self.made.setdefault(key, {})
-        for node in nodes:
+        for node in self.behind:
             if node in world:
                 continue
             if "choice" in node.meta:
@@ -149,7 +137,24 @@ class Worlds:
                 world[node] = node.meta["choice"].like(node.meta["number"], first, turned, random)
             else:
                 world[node] = node.meta["number"] if node.meta["level"] == PLAIN else _computed(node, world)
-        return world[nodes[-1]]
+        value = world[self.behind[-1]]
+        if value is not None and value is not UNKNOWN:
+            numbers = value.reshape(-1).tolist() if isinstance(value, Tensor) else [value]
+            value = numbers[self.at] if self.at < len(numbers) else None
+        self.others[key] = value
+
+
+def _answer(questions: list[Question], keys: Callable[[Question], Iterable[Key]]) -> None:
+    """Answer questions for the other choices ``keys``, one choice after the other: their values take memory."""
+    todo: dict[Key, list[Question]] = {}
+    for q in questions:
+        for key in keys(q):
+            if key not in q.others:
+                todo.setdefault(key, []).append(q)
+    for key, those in todo.items():
+        world: dict[fx.Node, Any] = {}
+        for q in those:
+            q.answer(key, world)
 
 
 class Questions:
@@ -171,18 +176,22 @@ class Questions:
             names: of values, equal for what is computed alike. about: the choices of experts.
         Raises Unrecognized for a question about another choice.
         """
-        order, allowed, worlds = {n: i for i, n in enumerate(nodes)}, behind(about), Worlds()
+        order, allowed = {n: i for i, n in enumerate(nodes)}, behind(about)
         for node, answers in asked:
             inside = sorted(behind([node], stop=True), key=order.__getitem__)
             if any("choice" in n.meta and n not in allowed for n in inside):
                 raise Unrecognized("Python asks for a number that says nothing of the choice of experts")
             for i, answer in enumerate(answers):
-                question = self.known.setdefault((names[node], i), Question(node, i, inside, worlds))
+                question = self.known.setdefault((names[node], i), Question(node, i, inside))
                 question.seen.add(answer)
 
     def open(self) -> list[Question]:
         """The questions that may have other answers, with which something else may be computed."""
-        return [q for q in self.known.values() if not q.explored]
+        left = [q for q in self.known.values() if not q.both]
+        _answer(left, lambda q: PAIRS)
+        left = [q for q in left if not (q.several and q.alike)]
+        _answer(left, lambda q: q.firsts)
+        return [q for q in left if not set(q.others.values()) - {None} <= q.seen]
 
 
 def _computed(node: fx.Node, world: dict[fx.Node, Any]) -> Any:

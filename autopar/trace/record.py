@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
-from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
+from torch._C import _len_torch_function_stack
+from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.trace.layers import lookup
