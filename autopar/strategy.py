@@ -1,12 +1,60 @@
 """What a user may choose, and the pipeline that it stands for."""
 
-import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from math import inf
+from numbers import Integral, Real
 from typing import Any
 
 from autopar.errors import AutoparError
 
 LATER = ("approximate_microbatches",)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a field may be: in words, from text (ValueError or KeyError where it cannot be), and which values."""
+
+    words: str
+    read: Callable[[str], Any]
+    holds: Callable[[Any], bool]
+
+
+def _whole(least: int, most: int | None = None) -> Kind:
+    words = f"a whole number, at least {least}" if most is None else f"a whole number from {least} to {most}"
+    holds = lambda v: least <= v and (most is None or v <= most)  # noqa: E731
+    return Kind(words, int, lambda v: isinstance(v, Integral) and not isinstance(v, bool) and holds(v))
+
+
+def _one_of(*known: str) -> Kind:
+    return Kind(f"one of {', '.join(known)}", str, lambda v: isinstance(v, str) and v in known)
+
+
+def _flag(text: str) -> bool:
+    return {"": True, "true": True, "1": True, "false": False, "0": False}[text.lower()]
+
+
+def _factor(text: str) -> float:
+    return int(text) if text.isdigit() else float(text)
+
+
+FLAG = Kind("true or false", _flag, lambda v: v in (False, True))
+TEXT = Kind("text", str, lambda v: isinstance(v, str))
+FACTOR = Kind(
+    "a positive number", _factor, lambda v: isinstance(v, Real) and not isinstance(v, bool) and 0 < float(v) < inf
+)
+NAMES = Kind(
+    "names of modules, as text layers.4+layers.8", lambda text: tuple(text.split("+")),
+    lambda v: isinstance(v, (tuple, list)) and all(isinstance(n, str) and n for n in v),
+)  # fmt: skip
+KINDS = {
+    "sequence_parallel": FLAG, "strict": FLAG, "passes": TEXT, "hardware": TEXT, "microbatches": _whole(1),
+    "microbatch_rows": _whole(1), "zero": _whole(0, 3), "zero_shard_size": _whole(0), "prefetch": _whole(0),
+    "approximate_microbatches": FLAG, "virtual_stages": _whole(1), "stages": NAMES, "outputs": _one_of("every", "last"),
+    "schedule": _one_of("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"), "context_parallel": TEXT,
+    "recompute": _one_of("none", "selective", "full"), "precision": _one_of("fp32", "bf16"),
+    "offload": _one_of("none", "cpu"), "expert_capacity": FACTOR, "expert_chunks": _whole(1),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,13 +119,8 @@ class Strategy:
     def __post_init__(self) -> None:
         if self.microbatches is not None and self.microbatch_rows is not None:
             raise AutoparError("bad-strategy", "microbatches and microbatch_rows are both given", "give one of them")
-        for name in ("microbatches", "microbatch_rows", "virtual_stages"):
-            if (getattr(self, name) or 1) < 1 or getattr(self, name) == 0:
-                raise AutoparError("bad-strategy", f"{name} is {getattr(self, name)}", "at least 1")
-        if self.outputs not in ("every", "last"):
-            raise AutoparError("bad-strategy", f"outputs is {self.outputs!r}", '"every" or "last"')
         if isinstance(self.stages, str):
-            object.__setattr__(self, "stages", tuple(self.stages.split("+")))
+            object.__setattr__(self, "stages", NAMES.read(self.stages))
         later = {f.name: f.default for f in fields(self) if f.name in LATER}
         for name, default in later.items():
             if getattr(self, name) != default:
@@ -86,6 +129,10 @@ class Strategy:
                     f"Strategy({name}={getattr(self, name)!r}): this version does not have it",
                     f"leave {name} at {default!r}",
                 )
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not (value is None and f.default is None) and not KINDS[f.name].holds(value):
+                raise _wrong(f.name, repr(value))
 
     @property
     def pipeline(self) -> str:
@@ -149,17 +196,13 @@ def written(text: str) -> dict[str, Any]:
             raise AutoparError("bad-strategy", f"Strategy has no field {name!r}", f"fields: {', '.join(known)}")
         if name in given:
             raise AutoparError("bad-strategy", f"{name} is written twice: {text}", "write it once")
-        given[name] = _value(value, known[name].default)
+        try:
+            given[name] = KINDS[name].read(value)
+        except (KeyError, ValueError):
+            raise _wrong(name, repr(value)) from None
     return given
 
 
-def _value(text: str, default: object) -> object:
-    if isinstance(default, bool):
-        known = {"": True, "true": True, "1": True, "false": False, "0": False}
-        if text.lower() not in known:
-            fix = "write field, field=true or field=false"
-            raise AutoparError("bad-strategy", f"{text!r} is neither true nor false", fix)
-        return known[text.lower()]
-    if isinstance(default, int) or text.isdigit():
-        return int(text)
-    return float(text) if re.fullmatch(r"\d+\.\d*", text) else text
+def _wrong(name: str, value: str) -> AutoparError:
+    rest = ", or left out" if Strategy.__dataclass_fields__[name].default is None else ""
+    return AutoparError("bad-strategy", f"{name} is {value}", f"{name}: {KINDS[name].words}{rest}")

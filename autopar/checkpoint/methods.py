@@ -53,6 +53,7 @@ class Checkpoints:
 
         Args:
             folder: is replaced where it exists. ``step_folder(parent, step)`` names one of a series.
+            optimizer: one; a second one is saved with a folder of its own.
             step: given back by ``load``.
             extra: of rank 0, given back by ``load``: numbers, text, tensors, and lists, tuples and dicts of them, such
                 as the data's position or a scheduler's state.
@@ -64,7 +65,7 @@ class Checkpoints:
 
         Raises:
             AutoparError: ``rank-mismatch`` where other ranks do something else, ``save-failed``, ``save-timeout``,
-                ``bad-extra``, ``foreign-parameter``, ``optimizer-state``.
+                ``bad-extra``, ``bad-optimizer``, ``foreign-parameter``, ``optimizer-state``.
         """
         self._settle()
         saving = save(self._live(), folder, optimizer, step, extra, asynchronous, keep)
@@ -87,8 +88,8 @@ class Checkpoints:
             ``step`` and ``extra`` as saved, and the ``folder`` that was read.
 
         Raises:
-            AutoparError: ``incomplete-checkpoint``; ``state-dict-mismatch`` and ``optimizer-mismatch`` before anything
-                is written, with every name and both shapes.
+            AutoparError: ``incomplete-checkpoint``, ``bad-optimizer``; ``state-dict-mismatch`` and
+                ``optimizer-mismatch`` before anything is written, with every name and both shapes.
         """
         self._settle()
         return load(self._live(), folder, optimizer, cast)

@@ -48,8 +48,9 @@ def collect(optimizer: Optimizer, live: Live) -> Collected:
     """The optimizer's state.
 
     Raises:
-        AutoparError: ``foreign-parameter`` where it has a parameter that is none of the module, ``optimizer-state``
-            where its state is nested, so that nobody can tell which ranks hold what.
+        AutoparError: ``bad-optimizer`` where it is none, or several, ``foreign-parameter`` where it has a parameter
+            that is none of the module, ``optimizer-state`` where its state is nested, so that nobody can tell which
+            ranks hold what.
     """
     out = Collected()
     for names, group in _groups(optimizer, live):
@@ -73,7 +74,14 @@ def _plain(option: Any) -> Any:
 
 
 def _groups(optimizer: Optimizer, live: Live) -> list[tuple[list[str], dict[str, Any]]]:
-    """(names, group) of each parameter group."""
+    """(names, group) of each parameter group. Raises AutoparError ``bad-optimizer``, ``foreign-parameter``."""
+    if not hasattr(optimizer, "param_groups"):
+        why = f"optimizer is a {type(optimizer).__name__}: a folder holds the state of one optimizer"
+        fix = (
+            "save and load each optimizer with a folder of its own (which has the parameters too), or make one "
+            "optimizer of several groups"
+        )
+        raise AutoparError("bad-optimizer", why, fix)
     names = {id(x): n for n, found in live.tensors.items() for x in found}
     out = []
     for group in optimizer.param_groups:

@@ -36,14 +36,15 @@ def data_size(mesh: str) -> int:
 
 
 def strategy_of(fields: dict[str, Any], passes: str | None) -> "Strategy":
-    """A Strategy from the fields that the user gave. Raises AutoparError ``bad-strategy``."""
+    """A Strategy from the fields that the user gave, None for a default. Raises AutoparError ``bad-strategy``."""
     from autopar.strategy import Strategy
 
     known = Strategy.__dataclass_fields__
     wrong = [k for k in fields if k not in known]
     if wrong:
         raise AutoparError("bad-strategy", f"Strategy has no field {wrong[0]!r}", f"fields: {', '.join(known)}")
-    return Strategy(**({**fields, "passes": passes} if passes else fields))
+    given = {k: known[k].default if v is None else v for k, v in fields.items()}
+    return Strategy(**({**given, "passes": passes} if passes else given))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Arguments that several commands share."""
 
 import argparse
+import re
 from typing import Any
 
 from autopar.errors import AutoparError
@@ -54,6 +55,8 @@ def _value(text: str) -> Any:
     known: dict[str, Any] = {"true": True, "false": False, "none": None}
     if text.lower() in known:
         return known[text.lower()]
+    if re.fullmatch(r"\d+\.\d*", text):
+        return float(text)
     return int(text) if text.lstrip("-").isdigit() else text
 
 

@@ -105,7 +105,7 @@ class Place:
 def held_of(param: Param, mesh: Mesh) -> Held:
     """How the parameter is spread; it must have a layout."""
     assert param.layout is not None, param.name
-    return Held(param.spec.shape, param.layout, mesh, param.chunk, param.order)
+    return Held(param.spec.shape, param.layout, mesh, param.chunk, param.order, param.name)
 
 
 def local_of(whole: Tensor, param: Param, mesh: Mesh, at: Mapping[str, int]) -> Tensor:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, product
 
 import torch
@@ -42,6 +42,7 @@ class Held:
         mesh: with the sub-axes that the layout names.
         chunk: how data ranks share out what the layout gives to a rank; None where they repeat it.
         order: the index of dim 0 that lies at each place which the layout shares out; None where they are in order.
+        name: whose it is, for messages.
     """
 
     shape: tuple[int, ...]
@@ -49,6 +50,7 @@ class Held:
     mesh: Mesh
     chunk: Chunk | None = None
     order: tuple[int, ...] | None = None
+    name: str = field(default="", compare=False)
 
     @property
     def shards(self) -> tuple[str, ...]:

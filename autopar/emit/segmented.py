@@ -1,4 +1,4 @@
-"""Parameters whose shard is no DTensor placement: fused, interleaved and irregular rows.
+"""Parameters whose shard is no DTensor placement: fused, interleaved, irregular and twice shared out rows.
 
 Stored row-permuted, each rank's part whole, under the placement ``Shard(dim)``, so that ``fully_shard``, optimizers and
 norms work as on any DTensor. Whatever depends on the order of rows is overridden here or refused.
@@ -46,7 +46,7 @@ class SegmentedDTensor(DTensor):
 
     def redistribute(self, *args: Any, **kwargs: Any) -> "DTensor":
         """Refused: no placement says where the rows are."""
-        raise _refusal("redistribute")
+        raise _refusal("redistribute", self)
 
     @property
     def _here(self) -> dict[str, int]:
@@ -116,7 +116,7 @@ def _like(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     reduces = name in _REDUCES_ALL and not any(isinstance(a, (list, tuple)) and a for a in args)
     if torch.Tag.pointwise in func.tags or name in _KEEPS_ORDER or (reduces and not _has_dim(func, args, kwargs)):
         return [_agree(name, tensors)]
-    raise _refusal(name)
+    raise _refusal(name, next(t for t in tensors if isinstance(t, SegmentedDTensor)))
 
 
 def _has_dim(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -139,16 +139,20 @@ def _agree(name: str, tensors: Sequence[Tensor]) -> SegmentedDTensor | None:
         return None
     for t in tensors:
         if t.dim() > 0 and (not isinstance(t, SegmentedDTensor) or t.held != mine[0].held):
-            raise _refusal(name)
+            raise _refusal(name, mine[0])
     return mine[0]
 
 
-def _refusal(name: str) -> AutoparError:
-    return AutoparError(
-        "segmented-op",
-        f"{name}: a fused or interleaved parameter is stored with its rows in another order",
-        "use full_tensor() first, or an elementwise op on tensors of the same parameter",
+def _refusal(op: str, x: SegmentedDTensor) -> AutoparError:
+    why = (
+        f"{x.held.name}: {op} needs rows in the order of DTensor's placements, and they lie in another one: the "
+        "parameter is fused, interleaved or in uneven runs, or tp and the data axes (zero) share out the same dim"
     )
+    fix = (
+        "pm.full_state_dict() or full_tensor() for whole values; an elementwise optimizer, as AdamW; or zero=0, where "
+        "nothing is fused"
+    )
+    return AutoparError("segmented-op", why, fix)
 
 
 def keep_class(p: DTensor, held: Held, axes: Mapping[str, Axis]) -> None:

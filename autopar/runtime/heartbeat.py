@@ -111,6 +111,8 @@ class Heart:
         if error is not None and self.verdict is None and lost_peer(error) and (verdict := self.explain()) is not None:
             self._say(str(verdict))
         self._stop.set()
+        # The interpreter aborts when it ends while the thread is inside the store.
+        self._thread.join(GRACE)
         try:
             if error is not None and self.verdict is None:
                 self._accuse(self.rank, f"it ended with {type(error).__name__}: {error}".splitlines()[0][:300])
@@ -124,14 +126,15 @@ class Heart:
         while not self._stop.wait(self.interval):
             try:
                 if not self.alive():
-                    self._goodbye.cancel()
                     self.store.set(f"left/{self.rank}", "1")
+                    self._goodbye.cancel()  # last: nothing waits for this thread any more
                     return
                 self._look()
                 self._lost = None
             except RuntimeError:  # of the store
                 self._lost = self._lost or time.monotonic()
                 if not self.alive():
+                    self._goodbye.cancel()
                     return
             if self._lost is not None and self.verdict is None:
                 self._judge_store(self._lost)

@@ -1,6 +1,7 @@
 """What parallelize and the module refuse: one clear error, on every rank, and never a hang."""
 
 import re
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import nn
 
 import autopar
 from autopar import AutoparError
-from autopar.strategy import LATER
+from autopar.emit.pipelined import CLASSES
+from autopar.strategy import KINDS, LATER
 from tests.api.models import WIDTH, Attention, Lm, Mlp, Odd, batch, features, seeded, squares
 from tests.ranks import Ranks
 
@@ -68,6 +70,40 @@ def test_strategies(strategy: str, slug: str, words: list[str]) -> None:
         make("dp=1", strategy)
     assert raised.value.slug == slug
     assert all(word in raised.value.message for word in words)
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "allowed"),
+    [
+        ("zero", ["true", "one", "", "4", "-1", "1.5"], "a whole number from 0 to 3"),
+        ("microbatches", ["two", "0", ""], "a whole number, at least 1, or left out"),
+        ("virtual_stages", ["a", "-2"], "a whole number, at least 1, or left out"),
+        ("schedule", ["foo", "", "1F1B"], "one of gpipe, 1f1b, interleaved, zero-bubble, zbv, dualpipev, or left out"),
+        ("zero_shard_size", ["x", "true"], "a whole number, at least 0, or left out"),
+        ("expert_capacity", ["1.5.2", "0", "nan", "inf", ""], "a positive number, or left out"),
+        ("sequence_parallel", ["maybe", "2"], "true or false"),
+        ("precision", ["fp16"], "one of fp32, bf16"),
+    ],
+)
+def test_values_of_fields(field: str, wrong: list[str], allowed: str) -> None:
+    for value in wrong:
+        for make in (lambda: autopar.Strategy.of(f"{field}={value}"), lambda: autopar.Strategy(**{field: value})):  # noqa: B023
+            with pytest.raises(AutoparError, match=f"^{field} is {value!r}|^{field} is {value} ") as raised:
+                make()
+            assert raised.value.slug == "bad-strategy" and raised.value.fix == f"{field}: {allowed}"
+
+
+def test_values_of_every_field_are_known() -> None:
+    assert sorted(KINDS) == sorted(f.name for f in fields(autopar.Strategy))
+    assert all(KINDS["schedule"].holds(name) for name in CLASSES)
+    for wrong in ({"zero": True}, {"zero": None}, {"stages": ("layers.1", 2)}, {"hardware": 5}, {"recompute": None}):
+        with pytest.raises(AutoparError, match="bad-strategy"):
+            autopar.Strategy(**wrong)
+    text = "zero=2,microbatches=4,stages=layers.1+layers.2,expert_capacity=1.5,strict,recompute=none"
+    again = autopar.Strategy.of(text)
+    assert (
+        again == autopar.Strategy.of(str(again)) and again.stages == ("layers.1", "layers.2") and again.strict is True
+    )
 
 
 @pytest.mark.parametrize("name", LATER)

@@ -288,9 +288,39 @@ def test_refusals(tmp_path: pathlib.Path) -> None:
         refused("foreign-parameter", lambda: pm.save(tmp_path / "d", foreign))
         optimizer.state[next(pm.parameters())]["history"] = [torch.ones(1)]
         refused("optimizer-state", lambda: pm.save(tmp_path / "d", optimizer))
+        for some in ([optimizer, fewer], (optimizer,), {"a": optimizer}):
+            refused("bad-optimizer", lambda: pm.save(tmp_path / "d", some))  # noqa: B023
+            refused("bad-optimizer", lambda: pm.load(tmp_path / "c", some))  # noqa: B023
         refused("bad-extra", lambda: pm.save(tmp_path / "d", extra=pathlib.PurePath("x")))
         refused("incomplete-checkpoint", lambda: pm.load(tmp_path / "d"))
         agree(pm.full_parameters(), before)
         assert not fewer.state
 
     on_ranks("tp=2", body)
+
+
+def test_two_optimizers_with_a_folder_each(tmp_path: pathlib.Path) -> None:
+    def two(pm: ParallelModule) -> list[torch.optim.Optimizer]:
+        params = [p for p in pm.parameters() if p.requires_grad]
+        return [torch.optim.AdamW(params[0::2], lr=0.01), torch.optim.SGD(params[1::2], lr=0.1, momentum=0.9)]
+
+    def write(pm: ParallelModule, place: Place) -> Any:
+        optimizers = two(pm)
+        pm.train_step(mine(batch(0), place))
+        for optimizer in optimizers:
+            optimizer.step()
+        for i, optimizer in enumerate(optimizers):
+            pm.save(tmp_path / str(i), optimizer)
+        return pm.full_parameters(), [moments(pm, o) for o in optimizers]
+
+    def read(pm: ParallelModule, place: Place) -> Any:
+        optimizers = two(pm)
+        for i, optimizer in enumerate(optimizers):
+            pm.load(tmp_path / str(i), optimizer)
+        return pm.full_parameters(), [moments(pm, o) for o in optimizers]
+
+    params, states = on_ranks("dp=2,tp=2", write)[0]
+    for p, found in on_ranks("tp=2", read):
+        agree(p, params)
+        for got, want in zip(found, states, strict=True):
+            agree(got, want)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from autopar.cli import _lower
+from autopar.cli._lower import strategy_of
 from autopar.cli.arguments import fields, split_axes
 from autopar.cli.main import main
 from autopar.cost.price import Price
@@ -156,7 +157,10 @@ def test_python_m_autopar():
 
 
 def test_fields():
-    assert fields("a, b=false,c=3,d=none,e=ring:2") == {"a": True, "b": False, "c": 3, "d": None, "e": "ring:2"}
+    assert fields("a, b=false,c=3,d=none,e=ring:2,f=1.5") == {
+        "a": True, "b": False, "c": 3, "d": None, "e": "ring:2", "f": 1.5,
+    }  # fmt: skip
+    assert strategy_of(fields("recompute=none,offload=none,expert_capacity=1.5"), None).recompute == "none"
     assert fields("") == {} and split_axes("tp=8,zero=1,dp=2") == ("tp=8,dp=2", {"zero": 1})
     for text in ("a=", "1x=2", "a b"):
         with pytest.raises(AutoparError):

@@ -147,6 +147,9 @@ def test_what_depends_on_the_order_of_rows_is_refused() -> None:
                 op()
         with pytest.raises(AutoparError, match="segmented-op"):
             x.redistribute(placements=[])  # type: ignore[attr-defined]
+        with pytest.raises(AutoparError, match="^w: permute .* fused, .* same dim") as raised:
+            x @ x.T
+        assert "full_state_dict" in str(raised.value.fix) and "zero=0" in str(raised.value.fix)
         with pytest.raises(AutoparError, match="segmented-op"):
             torch._foreach_add_([other, x], [other, other])
         torch._foreach_add_([other, x], [other, x])

@@ -2,6 +2,7 @@
 
 import pathlib
 import signal
+import threading
 import time
 from typing import Any
 
@@ -165,6 +166,20 @@ def test_what_others_found_is_told(clock: Clock) -> None:
     clock.store.set("dead", "5 it ended with ValueError: no")
     error = settled(clock.heart)
     assert error is not None and error.message == "rank 5 on host unknown is dead: it ended with ValueError: no"
+
+
+def test_leaving_waits_for_the_beat_that_is_under_way() -> None:
+    begun = threading.Event()
+
+    def alive() -> bool:
+        begun.set()
+        time.sleep(0.5)
+        return True
+
+    heart = Heart(dist.HashStore(), 0, {0: "a", 1: "b"}, alive, 0.5)
+    assert begun.wait(20.0)
+    heart._leave()
+    assert not heart._thread.is_alive()
 
 
 def test_only_lost_peers_are_explained(clock: Clock) -> None:
