@@ -170,8 +170,7 @@ def selected(node: fx.Node, narrow: bool = True) -> tuple[fx.Node, Tensor]:
             break
         steps.append(made.reshape(-1))
         node = source
-    shape = node.meta["val"].shape
-    places = torch.arange(int(torch.Size(shape[:-1] if narrow else shape).numel()))
+    places = torch.arange(torch.Size(leading(node) if narrow else node.meta["val"].shape).numel())
     for step in reversed(steps):
         places = places[step]
     return node, places
@@ -180,8 +179,8 @@ def selected(node: fx.Node, narrow: bool = True) -> tuple[fx.Node, Tensor]:
 def whole_of(node: fx.Node) -> str | None:
     """The name of the input that a value is, element by element; None where it is none."""
     source, places = selected(node, narrow=False)
-    whole = source.op == "placeholder" and torch.equal(places, numbers_of(tuple(source.meta["val"].shape)).reshape(-1))
-    return source.meta.get("name") if whole else None
+    every = torch.equal(places, torch.arange(source.meta["val"].numel()))
+    return source.meta.get("name") if every and source.op == "placeholder" else None
 
 
 def selectors(node: fx.Node, source: fx.Node) -> frozenset[fx.Node]:
@@ -213,14 +212,11 @@ class Reader:
 
     def terms(self, node: fx.Node) -> Terms | None:
         """The value as terms; None where it is none."""
-        chain: list[Any] = []  # each adds to the next one, as often as there are experts
-        at: Any = node
-        while isinstance(at, fx.Node) and at not in self.known:
-            chain.append(at)
-            at = at.args[0] if at.target in ADDING | {aten.add.Tensor} and at.args else None
+        chain: list[Any] = [node]  # each adds to the next one, as often as there are experts
+        while chain[-1].target in CHAINED and isinstance(chain[-1].args[0], fx.Node) and chain[-1] not in self.known:
+            chain.append(chain[-1].args[0])
         for one in reversed(chain):
-            if one not in self.known:
-                self.known[one] = self._read(one)
+            self.known[one] = self.known[one] if one in self.known else self._read(one)
         return self.known[node]
 
     def _read(self, node: fx.Node) -> Terms | None:
@@ -387,6 +383,7 @@ def _into(read: Reader, target: Any, rows: Tensor, source: Any, add: bool) -> Te
 
 
 ADDING = {aten.index_add.default, aten.index_put.default, aten.scatter_add.default, aten.cat.default}
+CHAINED = ADDING - {aten.cat.default} | {aten.add.Tensor}
 RULES: dict[Any, Any] = {
     **dict.fromkeys(SELECTIONS, _select),
     **dict.fromkeys((*CASTS, *COPIES), _same),
