@@ -73,6 +73,11 @@ def test_whatever_their_implementation() -> None:
     assert [body_text(b) for b in bodies] == ["linear-split_with_sizes-silu-mul-linear"]
 
 
+def test_as_many_experts_as_the_largest_models_have() -> None:
+    model = deepseek(n_routed_experts=256, n_group=8, topk_group=4, num_experts_per_tok=8)
+    assert len(nodes(traced(model, input_ids=batch()["input_ids"]))) == 1
+
+
 def test_a_module_of_one_s_own() -> None:
     model, x = Moe().eval(), states()
     made = traced(model, x)
