@@ -163,11 +163,13 @@ def coupled(flow: Flow, value: int) -> AutoparError:
     where = node.meta.get("module") or node.name
     line = f" ({node.meta['source']})" if node.meta.get("source") else ""
     reads = (r.node for g in flow.groups if g.value == value for r in g.reads if r.kind == "op")
-    readers = dict.fromkeys(str(n.meta.get("module") or n.name) for n in reads)
+    readers = dict.fromkeys(str(n.meta.get("module") or n.name) for n in reads) or {"the output": None}
+    others = [r for r in readers if r != where]
+    read = f"what it gives to {', '.join(others)}" if others else "a value of it"
     return AutoparError(
         "batch-coupled-loss",
-        f"{where}{line}: {node.name}, read by {', '.join(readers) or 'the output'}, couples rows of different "
-        "microbatches (as statistics of the batch do) and is not known from inputs alone",
+        f"{where}{line}: {read} couples rows of different microbatches (as statistics of the batch do) and is not "
+        "known from inputs alone",
         "use microbatches=1",
     )
 

@@ -9,6 +9,7 @@ import io
 import math
 import os
 import pickle
+import re
 import secrets
 import threading
 import time
@@ -137,7 +138,9 @@ def _packed(rest: Mapping[str, Any]) -> bytes:
     try:
         torch.load(io.BytesIO(out.getvalue()), weights_only=True)
     except pickle.UnpicklingError as error:
-        why = f"save: extra, or an option of the optimizer, could not be loaded again: {str(error).splitlines()[0]}"
+        found = re.search(r"GLOBAL (\S+)", str(error))  # the rest is torch's advice, in colours, to load unsafely
+        what = f"it has a {found[1]}" if found else re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines()[0]
+        why = f"save: extra, or an option of the optimizer, could not be loaded again: {what}"
         fix = "give numbers, text, tensors, and lists, tuples and dicts of them"
         raise AutoparError("bad-extra", why, fix) from error
     return out.getvalue()

@@ -264,3 +264,19 @@ def test_module_stays_where_it_is() -> None:
     with pytest.raises(AutoparError) as raised:
         pm.double()
     assert raised.value.slug == "fixed-module"
+
+
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.one(x).mean(0) - self.one.bias).pow(2).sum()
+
+
+def test_coupled_rows_outside_of_any_module() -> None:
+    with pytest.raises(AutoparError) as raised:
+        autopar.parallelize(Centred(), "dp=1", args=(torch.ones(4, 4),), strategy="microbatches=2")
+    assert raised.value.slug == "batch-coupled-loss"
+    assert raised.value.message.count("sub_tensor") == 1, raised.value

@@ -272,10 +272,11 @@ def test_mismatches_are_listed_with_both_shapes_and_nothing_is_written(tmp_path:
 
 def test_refusals(tmp_path: pathlib.Path) -> None:
     def body(pm: ParallelModule, place: Place) -> None:
-        def refused(slug: str, call: Any) -> None:
+        def refused(slug: str, call: Any, words: str = "") -> None:
             with pytest.raises(AutoparError) as error:
                 call()
-            assert error.value.slug == slug, error.value
+            assert error.value.slug == slug and words in error.value.message, error.value
+            assert "\x1b" not in str(error.value)
 
         pm.save(tmp_path / "c")
         optimizer = trained(pm, place)
@@ -291,7 +292,7 @@ def test_refusals(tmp_path: pathlib.Path) -> None:
         for some in ([optimizer, fewer], (optimizer,), {"a": optimizer}):
             refused("bad-optimizer", lambda: pm.save(tmp_path / "d", some))  # noqa: B023
             refused("bad-optimizer", lambda: pm.load(tmp_path / "c", some))  # noqa: B023
-        refused("bad-extra", lambda: pm.save(tmp_path / "d", extra=pathlib.PurePath("x")))
+        refused("bad-extra", lambda: pm.save(tmp_path / "d", extra=pathlib.PurePath("x")), "again: it has a pathlib.")
         refused("incomplete-checkpoint", lambda: pm.load(tmp_path / "d"))
         agree(pm.full_parameters(), before)
         assert not fewer.state
