@@ -28,7 +28,7 @@ def refused(name: str, mesh: str, strategy: str) -> None:
         ("pp=4", "virtual_stages=3,microbatches=4", "few-layers", ["12 stages", "7 layers", "layers.3"]),
         ("pp=4", "schedule=1f1b,microbatches=2", "schedule", ["at least as many microbatches", "2 for 4"]),
         ("pp=2", "schedule=dualpipev,microbatches=2", "schedule", ["2 for 4"]),
-        ("pp=2", "schedule=sideways", "schedule", ["sideways"]),
+        ("pp=2", "schedule=sideways", "bad-strategy", ["sideways"]),
         ("pp=2", "schedule=1f1b,virtual_stages=2,microbatches=4", "schedule", ["exactly one"]),
         ("pp=2", "microbatches=3", "microbatch-rows", ["8 rows", "3 microbatches"]),
         ("pp=2", "stages=layers.9", "stage-names", ["layers.9"]),
