@@ -136,7 +136,7 @@ class Record:
     attributes: list[Place]
     asked: list[tuple[fx.Node, tuple[Any, ...]]]
 
-    @property
+    @functools.cached_property
     def text(self) -> tuple[str, str, str]:
         """Equal for records that compute the same."""
         return self.layer.text(), str(self.result), str(self.plain)
