@@ -14,10 +14,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.multiprocessing.spawn import spawn
 
+from autopar.runtime._functional import exchanged, gathered, reduced, scattered
+from autopar.runtime.axis import Axis
+
 SQUARES = (64, 128, 256, 512, 1024)
 MESSAGES = (2**14, 2**18, 2**22, 2**24)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-RENAMED = (("all_gather_single", "all_gather_into_tensor"), ("reduce_scatter_single", "reduce_scatter_tensor"))
 Entry = tuple[float, str]
 
 
@@ -81,10 +83,12 @@ def attention(peak: float) -> tuple[float, float]:
 def memory() -> float:
     """Bytes per second of eager ops, as a forward runs them: two tensors read, one written, and the results kept.
 
-    Results that are kept lie in memory that is new to the process, which costs more than the copy itself.
+    Results that are kept lie in memory that is new to the process, which costs more than the copy itself. They are as
+    large as the C library always asks the system for (``M_MMAP_THRESHOLD`` grows to 32 MiB, mallopt(3)): whether
+    smaller ones are new depends on what the heap held before.
     """
-    a, b, count = torch.randn(2**19), torch.randn(2**19), 48
-    return 3 * a.nbytes * count / seconds(lambda: [a * b for _ in range(count)], 0.1)
+    a, b, count = torch.randn(2**23), torch.randn(2**23), 3
+    return 3 * a.nbytes * count / seconds(lambda: [a * b for _ in range(count)], 0.5)
 
 
 def host() -> float:
@@ -102,18 +106,19 @@ def host() -> float:
 
 
 def _rank(rank: int, ranks: int, folder: str) -> None:
-    """All that is measured on one rank while the others do the same."""
+    """Collectives as an emitted step calls them, whose results are new tensors, on one rank of those that take part."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    axis = Axis("ranks", ranks, rank, dist.distributed_c10d._get_default_group().group_name)
     rows = []
-    gather, scatter = (getattr(dist, new, None) or getattr(dist, old) for new, old in RENAMED)
     for size in MESSAGES:
         whole, part = torch.zeros(size // 4), torch.zeros(size // 4 // ranks)
+        share = [part.numel()] * ranks
         work: list[Callable[[], object]] = [
-            lambda x=whole: dist.all_reduce(x),  # type: ignore[misc]
-            lambda x=whole, p=part: gather(x, p),  # type: ignore[misc]
-            lambda x=whole, p=part: scatter(p, x),  # type: ignore[misc]
-            lambda x=whole: dist.all_to_all_single(torch.empty_like(x), x),  # type: ignore[misc]
+            lambda x=whole: reduced(x, axis),  # type: ignore[misc]
+            lambda p=part: gathered(p, axis),  # type: ignore[misc]
+            lambda x=whole: scattered(x, axis),  # type: ignore[misc]
+            lambda x=whole, n=share: exchanged(x, axis, n, n),  # type: ignore[misc]
         ]
         rows.append([size, *(_repeated(w) for w in work)])
     if rank == 0:
@@ -122,12 +127,16 @@ def _rank(rank: int, ranks: int, folder: str) -> None:
 
 
 def _repeated(work: Callable[[], object], times: int = 9) -> float:
-    """Median seconds of a collective that all ranks begin together, in a number of calls that all know."""
-    found = []
+    """Median seconds of a collective that all ranks begin together, in a number of calls that all know.
+
+    Results are kept until the last, as a step keeps them.
+    """
+    found: list[float] = []
+    kept: list[object] = []
     for _ in range(times + 2):
         dist.barrier()
         start = time.perf_counter()
-        work()
+        kept.append(work())
         found.append(time.perf_counter() - start)
     return statistics.median(found[2:])
 

@@ -25,6 +25,7 @@ Batch = Callable[[int], Mapping[str, Any]]
 Make = Callable[[], tuple[nn.Module, Batch]]
 START = "forkserver"  # processes are forked from one that has the libraries loaded and runs no threads
 LOADED = ["torch", "torch.distributed.tensor", "transformers", "autopar.measure"]
+COUNTED = 3
 WARM = 2  # steps before any is timed: the first makes gradients and moments
 
 
@@ -34,8 +35,8 @@ class Measured:
 
     Args:
         seconds: of each timed step, from all ranks' start to the last one's end.
-        peaks: most bytes of tensors alive at once in a step, of each rank.
-        losses: the global loss of each step, the untimed ones first.
+        peaks: most bytes of tensors alive at once in a step, of each rank, the median of ``COUNTED`` steps.
+        losses: the global loss of each step: ``WARM``, those that are timed, ``COUNTED``.
     """
 
     seconds: tuple[float, ...]
@@ -56,7 +57,8 @@ class Measured:
 def measure(make: Make, mesh: str, strategy: str = "", *, steps: int = 5, lr: float = 1e-3) -> Measured:
     """Train on ``mesh``, one process with one thread a rank, over gloo: forward, backward, AdamW.
 
-    Bytes are counted in one more step behind the timed ones, since counting takes time.
+    Bytes are counted in ``COUNTED`` more steps behind the timed ones, since counting takes time, and their median is
+    taken: gloo's threads let go of a message when they get to it, on a busy core late.
 
     Args:
         make: gives the model and, by number of the step, the global batch as keyword arguments; is called in every
@@ -120,9 +122,12 @@ def _train(rank: int, make: Make, mesh: Mesh, strategy: str, steps: int, lr: flo
         step(i)
         dist.barrier()
         seconds.append(time.perf_counter() - start)
-    with Live(_states(module, optimizer)) as live:
-        step(WARM + steps)
-    return Measured(tuple(seconds[WARM:]), (live.peak,), tuple(losses))
+    peaks: list[int] = []
+    for i in range(COUNTED):
+        with Live(_states(module, optimizer)) as live:
+            step(WARM + steps + i)
+        peaks.append(live.peak)
+    return Measured(tuple(seconds[WARM:]), (statistics.median_high(peaks),), tuple(losses))
 
 
 def _states(module: nn.Module, optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
