@@ -2,7 +2,6 @@
 
 import gc
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from autopar.cost.hardware import load
-from autopar.errors import AutoparError, AutoparWarning
+from autopar.errors import AutoparError, tell
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement
@@ -327,12 +326,6 @@ def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     except TypeError as error:
         fix = "pass what the model's forward takes"
         raise AutoparError("input-structure", f"inputs of {type(model).__name__}: {error}", fix) from None
-
-
-def tell(messages: Iterable[str]) -> None:
-    """Warn the user of each message once."""
-    for message in dict.fromkeys(messages):
-        warnings.warn(message, AutoparWarning, stacklevel=2)
 
 
 def sums(programs: list[Program]) -> list[str]:

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import AutoparError, AutoparWarning
+from autopar.errors import AutoparError, tell
 
 LARGEST = 1 << 20  # elements up to which a custom backward is tried on random numbers
 CLOSE = 1e-3  # relative; hand-written formulas and derivatives differ by rounding only
@@ -92,7 +91,7 @@ def _compare(function: Any, args: list[Any]) -> None:
         same = all(_agree(function, args, *size) for size in SIZES)
     except Exception as error:
         text = f"{name}: its backward is replaced by the derivative of its forward, and could not be compared ({error})"
-        warnings.warn(text, AutoparWarning, stacklevel=6)
+        tell([text])
         return
     if not same:
         raise AutoparError(
