@@ -25,7 +25,7 @@ from autopar.solve.heads import repeat_keys
 from autopar.solve.prices import conversion_prices, op_prices
 from autopar.solve.problem import Choices, solve
 from autopar.solve.sequence import check_sequence, context_seeds, heads_shard
-from autopar.solve.sources import sources
+from autopar.solve.sources import of_parameters, sources
 
 WHOLE = 1e5  # µs: an op on activations that could run on its part of the sequence but does not
 RING, ULYSSES = "ring", "ulysses"
@@ -174,7 +174,11 @@ class _Space:
 
     def choices(self) -> Choices:
         flow, mesh = self.flow, self.program.mesh
+        weights, _ = of_parameters(flow)
         options = {n: self._options(n) for n, _ in flow.ops}
+        for node, found in options.items():  # what is made of weights alone has no sequence to share out
+            if flow.inputs(node) and weights.issuperset(flow.inputs(node)):
+                options[node] = [a for a in found if not _shards(a)] or found
         sharded = {n: [_shards(a) for a in found] for n, found in options.items()}
         left = shares(flow, {**dict(mesh.axes), TIME: mesh.microbatches})
         prices = op_prices(flow, self.context.hardware, mesh, self.axis, left)

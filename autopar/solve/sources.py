@@ -66,7 +66,7 @@ class Weights:
 
 def product_weights(flow: Flow) -> Weights:
     """The parameters and the values made of them alone that products, convolutions and lookups read."""
-    only, arithmetic = _of_parameters(flow)
+    only, arithmetic = of_parameters(flow)
     seen: set[int] = set()
     for node, _ in flow.ops:
         if node.target in PRODUCTS:
@@ -75,7 +75,7 @@ def product_weights(flow: Flow) -> Weights:
     return Weights(held, frozenset(seen & only - held))
 
 
-def _of_parameters(flow: Flow) -> tuple[set[int], set[int]]:
+def of_parameters(flow: Flow) -> tuple[set[int], set[int]]:
     """(values that depend on parameters alone, those of them that are made element by element)."""
     only = {i for i, v in enumerate(flow.values) if v.role == "param"}
     arithmetic: set[int] = set()
