@@ -178,10 +178,10 @@ def _embedding(node: fx.Node, place: Place) -> None:
     rows = known["weight"].meta["spec"].shape[0]
     if not list(place.inputs[0].shards(0)):
         return
-    start = run_start(place.inputs[0], 0, rows, place.mesh, place.at)
+    runs = runs_of(place.inputs[0], 0, rows, place.mesh, place.at)
     padding = known["padding_idx"]
     node.target, node.kwargs = loss.vocabulary_embedding, {}
-    node.args = (known["weight"], known["indices"], start, padding if padding >= 0 else None, rows)
+    node.args = (known["weight"], known["indices"], runs, padding if padding >= 0 else None, rows)
 
 
 def _token_loss(node: fx.Node, place: Place) -> None:
@@ -193,9 +193,9 @@ def _token_loss(node: fx.Node, place: Place) -> None:
     base = place.mesh.base(axes[0])
     name = base if set(axes) == set(place.mesh.parts(base)) else axes[0]
     assert name == base or len(axes) == 1
-    start = run_start(place.inputs[0], len(shape) - 1, shape[-1], place.mesh, place.at)
+    runs = runs_of(place.inputs[0], len(shape) - 1, shape[-1], place.mesh, place.at)
     node.target, node.kwargs = loss.token_loss, {}
-    node.args = (known["logits"], known["target"], known["ignore_index"], place.handle(name), start)
+    node.args = (known["logits"], known["target"], known["ignore_index"], place.handle(name), runs, shape[-1])
 
 
 def _sharing(place: Place, which: int = 0) -> tuple[Any, ...]:

@@ -5,6 +5,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Runs = tuple[tuple[int, int], ...]
+"""First index and length of what a rank holds of a dim, in local order."""
+
+
+def local_index(index: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
+    """Where each index of the whole dim is in this rank's part, and whether it is there (0 where it is not)."""
+    place, mine, at = torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool), 0
+    for start, length in runs:
+        inside = (index >= start) & (index < start + length)
+        place, mine, at = torch.where(inside, index - start + at, place), mine | inside, at + length
+    return place, mine
+
 
 def mean_of_total(x: Tensor, dim: tuple[int, ...], keepdim: bool, total: int) -> Tensor:
     """This shard's term of a mean over ``total`` elements of the whole: sum over ``dim``, divided by ``total``."""
@@ -39,19 +51,15 @@ def owned_stack(count: int, *params: Tensor) -> Tensor:
     return out
 
 
-def gathered(x: Tensor, dim: int, index: Tensor, runs: tuple[tuple[int, int], ...], total: int) -> Tensor:
+def gathered(x: Tensor, dim: int, index: Tensor, runs: Runs, total: int) -> Tensor:
     """This shard's term of ``x.gather(dim, index)``: zero where another rank has the element.
 
     Args:
-        index: of the whole dim. runs: (first index, length) of what this rank holds of it, in local order.
-        total: length of the whole dim.
+        index: of the whole dim. runs: what this rank holds of it. total: its length.
 
     Raises:
         RuntimeError: an index is outside 0 to ``total`` - 1, on every rank alike.
     """
-    place, mine, at = torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool), 0
-    for start, length in runs:
-        inside = (index >= start) & (index < start + length)
-        place, mine, at = torch.where(inside, index - start + at, place), mine | inside, at + length
+    place, mine = local_index(index, runs)
     place = place.masked_fill((index < 0) | (index >= total), x.shape[dim])  # the gather itself refuses it
     return x.gather(dim, place).masked_fill(~mine, 0.0)

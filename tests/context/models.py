@@ -212,3 +212,14 @@ class Shifted(nn.Module):
             return F.cross_entropy(y.float()[:, 1:-1].reshape(-1, 7), labels[:, 2:].reshape(-1))
         each = F.cross_entropy(y[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
         return (each * torch.arange(len(each))).sum()
+
+
+class Span(nn.Module):
+    """Where an answer starts: positions are the classes of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend, self.head = Attend(), nn.Linear(D, 1)
+
+    def forward(self, x: Tensor, start: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.attend(x)).squeeze(-1), start)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cli.models import load
-from tests.context.models import Attend, Biased, Cross, Documents, Pooled, Shifted, Sink, Window, Written, rows
+from tests.context.models import Attend, Biased, Cross, Documents, Pooled, Shifted, Sink, Span, Window, Written, rows
 
 
 def squares(out: Tensor) -> Tensor:
@@ -37,6 +37,7 @@ CASES: list[tuple[str, Any, tuple[Any, ...], str, tuple[str, ...]]] = [
     ("learned-bias", Biased, (rows(),), "cp=2", BOTH),
     ("cross", Cross, (rows(), rows(9, seed=2)), "cp=2", BOTH),
     ("pooled", Pooled, (rows(),), "dp=2,cp=2", BOTH),
+    ("span", Span, (rows(), torch.tensor([5, 13])), "cp=4", (*BOTH, "ring:2+ulysses:2")),
     ("where", Written, (rows(), keep()), "cp=2", BOTH),
     ("filled", lambda: Written("fill", -1e4), (rows(), keep()), "cp=2", ("ring",)),
     ("added", lambda: Written("add"), (rows(), keep()), "cp=2", ("ring",)),

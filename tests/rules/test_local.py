@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from autopar.errors import AutoparError
 from autopar.ir import ops
-from autopar.ir.layout import I, Layout, P, Piece, R, Shard, Type, overlap, piece, plain_shard
+from autopar.ir.layout import I, Layout, P, Piece, R, Shard, Type, overlap, piece, plain_shard, zigzag_shard
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Spec
 from autopar.rules.local import ROWS, convert
@@ -125,12 +125,13 @@ def test_a_run_starts_at_its_first_element_or_is_refused(layout: dict[str, Type]
 @pytest.mark.parametrize(
     ("target", "place"), [(aten.embedding.default, 2), (ops.token_loss, 4)], ids=("embedding", "loss")
 )
-def test_the_vocabulary_starts_where_the_rank_s_share_does(target: object, place: int) -> None:
+def test_the_vocabulary_is_that_of_the_rank_s_share(target: object, place: int) -> None:
     args = (torch.randn(12, 6), torch.arange(6)) if place == 2 else (torch.randn(5, 12), torch.arange(5), 0)
     op = Op.of(target, args, {})
-    for kind, starts in (
-        (plain_shard(place // 4, 12, 3), [0, 4, 8]),
-        (Shard(place // 4, (Piece(12, 12, 1, (7, 1, 4)),)), [0, 7, 8]),
+    for kind, runs in (
+        (plain_shard(place // 4, 12, 3), [((0, 4),), ((4, 4),), ((8, 4),)]),
+        (Shard(place // 4, (Piece(12, 12, 1, (7, 1, 4)),)), [((0, 7),), ((7, 1),), ((8, 4),)]),
+        (zigzag_shard(place // 4, 12, 3), [((0, 2), (10, 2)), ((2, 2), (8, 2)), ((4, 4),)]),
     ):
         (a,) = {x for x in strategies(op.node, [[kind] if kind else [], [], []]) if kind in x.inputs}
-        assert [localized(op, a, 3, c).args[place] for c in range(3)] == starts
+        assert [localized(op, a, 3, c).args[place] for c in range(3)] == runs

@@ -24,7 +24,7 @@ def sharded(logits: Tensor, target: Tensor, grad: Tensor, shares: tuple[int, ...
     def rank(r: int) -> tuple[Tensor, Tensor]:
         start = sum(shares[:r])
         leaf = logits[..., start : start + shares[r]].clone().requires_grad_()
-        loss = token_loss(leaf, target, -100, axis_of(len(shares)), start)
+        loss = token_loss(leaf, target, -100, axis_of(len(shares)), ((start, shares[r]),), CLASSES)
         loss.backward(grad)
         return loss.detach(), leaf.grad
 
@@ -89,7 +89,7 @@ def test_only_token_sized_collectives() -> None:
         leaf = logits[..., 5 * r : 5 * r + 5].clone().requires_grad_()
         axis = axis_of(2)
         with Issued() as issued:
-            token_loss(leaf, target, -100, axis, 5 * r).backward(grad)
+            token_loss(leaf, target, -100, axis, ((5 * r, 5),), CLASSES).backward(grad)
         return issued.sizes
 
     assert run_ranks(2, rank) == [[15, 30]] * 2
@@ -102,13 +102,14 @@ def test_target_that_is_no_class_is_never_a_number(wrong: int) -> None:
     for loss, _ in sharded(logits, target, grad, (6, 4)):
         assert loss.isnan().nonzero().tolist() == [[1, 1]]
     with pytest.raises(IndexError):
-        token_loss(logits, target, -100, None, 0)
+        token_loss(logits, target, -100, None, (), CLASSES)
 
 
 @pytest.mark.parametrize("axis", [None, Axis("tp", 1, 0, "")])
 def test_whole_logits(axis: Axis | None) -> None:
     logits, target, grad = data(torch.float64)
-    torch.testing.assert_close(token_loss(logits, target, -100, axis, 0), reference(logits, target, grad)[0])
+    loss = token_loss(logits, target, -100, axis, ((0, CLASSES),), CLASSES)
+    torch.testing.assert_close(loss, reference(logits, target, grad)[0])
 
 
 @pytest.mark.parametrize("padding", [None, 5, -1])
@@ -124,7 +125,7 @@ def test_vocabulary_embedding(ways: int, padding: int | None) -> None:
     def rank(r: int) -> tuple[Tensor, Tensor]:
         start = sum(SHARES[ways][:r])
         leaf = table[start : start + SHARES[ways][r]].clone().requires_grad_()
-        out = vocabulary_embedding(leaf, ids, start, padding, CLASSES)
+        out = vocabulary_embedding(leaf, ids, ((start, SHARES[ways][r]),), padding, CLASSES)
         out.backward(grad)
         return c.all_reduce(out.detach(), axis_of(ways)), leaf.grad
 
@@ -138,4 +139,4 @@ def test_vocabulary_embedding(ways: int, padding: int | None) -> None:
 @pytest.mark.parametrize("rows", [0, 4])
 def test_vocabulary_embedding_refuses_ids_outside(wrong: int, rows: int) -> None:
     with pytest.raises(IndexError):
-        vocabulary_embedding(torch.ones(rows, 2), torch.tensor([1, wrong]), 6, None, CLASSES)
+        vocabulary_embedding(torch.ones(rows, 2), torch.tensor([1, wrong]), ((6, rows),), None, CLASSES)

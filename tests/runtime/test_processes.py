@@ -56,8 +56,9 @@ def functions(axis: Axis) -> dict[str, tuple[Callable[..., Tensor], tuple[Any, .
             )
     out["all_to_all"] = (c.all_to_all, (x, 0, 1, axis))
     out["all_to_all segments"] = (c.all_to_all, (x[: 2 + 4 * axis.coordinate], 0, 1, axis, uneven, even))
-    out["token_loss"] = (token_loss, (x, target, -100, axis, 8 * axis.coordinate))
-    out["vocabulary_embedding"] = (vocabulary_embedding, (x, target.abs() % 16, 8 * axis.coordinate, 3, 16))
+    mine = ((8 * axis.coordinate, 8),)
+    out["token_loss"] = (token_loss, (x, target, -100, axis, mine, 16))
+    out["vocabulary_embedding"] = (vocabulary_embedding, (x, target.abs() % 16, mine, 3, 16))
     rng = Streams(1).at("a")
     out["dropout"] = (dropout, (x, 0.5, "k", (axis,), rng))
     out["attention"] = (
@@ -144,4 +145,4 @@ def test_shapes_under_fake_tensors_need_no_group() -> None:
         assert c.all_gather(x, 0, axis, ((1, (1, 2, 4, 0), 1),)).shape == (7, 8)
         assert c.reduce_scatter(x, 1, axis).shape == (4, 2)
         assert c.all_to_all(x, 0, 1, axis).shape == (16, 2)
-        assert token_loss(x, torch.empty(4, dtype=torch.long), -100, axis, 16).shape == (4,)
+        assert token_loss(x, torch.empty(4, dtype=torch.long), -100, axis, ((16, 8),), 32).shape == (4,)
