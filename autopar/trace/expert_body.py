@@ -104,6 +104,10 @@ class _Writer:
             return self._product(args[0], args[1], None, flipped=False)
         if node.target is aten.addmm.default and not node.kwargs:
             return self._product(args[1], args[2], args[0], flipped=False)
+        if node.target is aten.native_layer_norm.default:
+            return self._norm(*args)
+        if node.target is operator.getitem and args[0].target is aten.native_layer_norm.default and args[1] == 0:
+            return self.at[args[0]]
         name = "getitem" if node.target is operator.getitem else str(node.target)
         given = tuple(self._argument(a) for a in args)
         return self._add(name, given, tuple((k, self._argument(v)) for k, v in node.kwargs.items()))
@@ -117,6 +121,13 @@ class _Writer:
         if bias is None:
             return out
         return self._add("aten.add.Tensor", (("%", out), self._argument(bias)))
+
+    def _norm(self, x: fx.Node, shape: list[int], scale: Any, shift: Any, eps: float) -> int:
+        """Each row is normalized, then scaled and shifted by what its own expert has."""
+        out = self._add("aten.layer_norm.default", (self._argument(x), tuple(shape), None, None, eps))
+        for name, by in (("aten.mul.Tensor", scale), ("aten.add.Tensor", shift)):
+            out = out if by is None else self._add(name, (("%", out), self._argument(by)))
+        return out
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)):

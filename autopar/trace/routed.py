@@ -252,7 +252,7 @@ class Layer:
                 template = self._template(n)
                 if template is not None:
                     leaves[n] = template
-                elif not n.meta["expert"]:
+                elif not n.meta["expert"] and self._is_selection(n):
                     leaves[n] = ""
                 else:
                     inside.add(n)
@@ -267,6 +267,10 @@ class Layer:
         val = y.meta["val"]
         by = selectors(inputs[0], hidden)
         return Chain(expert, hidden, tokens, by, steps, int(val.shape[-1]), val.dtype) if steps else None
+
+    def _is_selection(self, node: fx.Node) -> bool:
+        """Whether a value is taken from one that does not depend on choices: not computed of rows so taken."""
+        return isinstance(node.meta["val"], Tensor) and selected(node)[0] not in self.dynamic
 
     def _template(self, node: fx.Node) -> str | None:
         """The family of an expert's own parameter."""

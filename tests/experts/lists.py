@@ -101,6 +101,28 @@ class Repeated(Listed):
         return (out.view(*i.shape, -1) * w.unsqueeze(-1)).sum(1)
 
 
+class NormedExpert(Expert):
+    """Rows meet no parameter first, and then a norm with a scale and a shift of the expert's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        with torch.no_grad():
+            self.norm.weight.normal_()
+            self.norm.bias.normal_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(torch.tanh(x) + x.abs()))
+
+
+class Normed(Where):
+    """Experts that begin with a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([NormedExpert() for _ in range(EXPERTS)])
+
+
 class Dense(Listed):
     """Every expert on every token, weighted by gates that are 0 for most."""
 
