@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from torch import fx
+from torch import fx, ops
 
 from autopar.ir.program import Spec, specs, tensor_args
 from autopar.rules.arguments import arguments, normal_dims, shape_of
@@ -162,12 +162,13 @@ def diagonal(node: fx.Node) -> Labels:
 
 
 def index_add(node: fx.Node) -> Labels:
-    """index_add, index_copy: rows of ``dim`` by a 1-D index; the other dims agree."""
-    rank = len(input_shapes(node)[0])
+    """index_add, index_copy: rows of ``dim`` by a 1-D index; the other dims agree. Of some rows the sum is a term."""
+    rank, adds = len(input_shapes(node)[0]), node.target is ops.aten.index_add.default
     dim = normal_dims(arguments(node)["dim"], rank)[0]
     names = tuple(numbered(rank))
     rows = tuple("own" if i == dim else n for i, n in enumerate(names))
-    return Labels((names, ("own",), rows), (names,), frozenset({f"d{dim}", "own"}), linear=(frozenset({0, 2}),))
+    blocked, added = frozenset({f"d{dim}", *(() if adds else ("own",))}), frozenset({0} if adds else ())
+    return Labels((names, ("own",), rows), (names,), blocked, added, (frozenset({0, 2}),))
 
 
 def index_fill(node: fx.Node) -> Labels:

@@ -95,7 +95,7 @@ class Layer:
     def __post_init__(self) -> None:
         self.dynamic: set[fx.Node] = set()
         for node in self.nodes:
-            if node.target in DYNAMIC or any(n in self.dynamic for n in node.all_input_nodes) or _by_mask(node):
+            if _by_size(node) or any(n in self.dynamic for n in node.all_input_nodes) or _by_mask(node):
                 self.dynamic.add(node)
 
     def understand(self) -> None:
@@ -111,7 +111,7 @@ class Layer:
                 self.routed[node] = found
                 todo += found.reads
                 continue
-            if node.target in DYNAMIC or _by_mask(node) or (node.op == "placeholder" and node.meta["expert"]):
+            if _by_size(node) or _by_mask(node) or (node.op == "placeholder" and node.meta["expert"]):
                 raise Unrecognized("what is computed of experts is no sum over choices of tokens")
             todo += node.all_input_nodes
 
@@ -371,6 +371,13 @@ def _flat(node: fx.Node) -> bool:
     """Whether a view moves leading dims only, which are rows."""
     before, after = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
     return bool(before[-1:] == after[-1:]) and before.numel() == after.numel()
+
+
+def _by_size(node: fx.Node) -> bool:
+    """Whether the size of a result depends on values; that of a ``bincount`` does not where its length is given."""
+    if node.target is aten.bincount.default and len(node.args) > 2:
+        return bool(node.meta["val"].numel() != node.args[2])
+    return node.target in DYNAMIC
 
 
 def _by_mask(node: fx.Node) -> bool:

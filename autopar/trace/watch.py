@@ -19,11 +19,12 @@ from autopar.trace import places
 GRADIENTS = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 DATA: Any = Tensor.data
 CAUSAL = "_detect_is_causal_mask"
+BINCOUNT = {torch.bincount, Tensor.bincount, torch.ops.aten.bincount.default}
 SWITCHES = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 
 
 class Watch(TorchFunctionMode):
-    """While it is on, ``.data`` is ``detach()``, and what would be lost in the graph is refused.
+    """While it is on, what would be lost in the graph is refused, or said by other ops: ``.data``, ``bincount``.
 
     Raises AutoparError ``input-mutation`` for assignments of ``.data``, ``custom-backward`` for gradients that the
     forward takes and parameters that it freezes.
@@ -43,6 +44,8 @@ class Watch(TorchFunctionMode):
         if func in GRADIENTS:
             fix = "write the derivative as ops of the forward, or take this gradient outside of the model"
             raise self._error("custom-backward", "takes a gradient inside the forward", fix)
+        if func in BINCOUNT and (made := _counts(*args, **(kwargs or {}))) is not None:
+            return made
         if func in SWITCHES:
             self._switch(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
@@ -57,6 +60,17 @@ class Watch(TorchFunctionMode):
 
     def _error(self, slug: str, what: str, fix: str) -> AutoparError:
         return AutoparError(slug, f"{places.here(self.model)}: {what}", fix)
+
+
+def _counts(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
+    """``bincount`` of ``minlength`` numbers, by an op that refuses any other one; None where no length is given."""
+    if not minlength:
+        return None
+    if weights is None:
+        weights = torch.ones_like(x, dtype=torch.long)
+    elif weights.dtype != torch.float32:
+        weights = weights.double()
+    return weights.new_zeros(minlength).index_add(0, x.long(), weights)
 
 
 def _detached(out: Any, given: Any) -> Any:

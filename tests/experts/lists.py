@@ -90,6 +90,19 @@ class Sorted(Listed):
         return (back.view(*i.shape, -1) * w.unsqueeze(-1)).sum(1)
 
 
+class Counted(Where):
+    """Counts its choices, in a buffer and for a balance loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("load", torch.zeros(EXPERTS))
+
+    def dispatch(self, t: Tensor, w: Tensor, i: Tensor) -> Tensor:
+        counts = torch.bincount(i.flatten(), minlength=EXPERTS)
+        self.load += counts
+        return super().dispatch(t, w, i) * (1 + counts.float() @ w.new_ones(EXPERTS) / counts.max())
+
+
 class Repeated(Listed):
     """Every token as often as it has choices, and rows assigned by masks."""
 

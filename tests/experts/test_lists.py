@@ -15,11 +15,11 @@ from autopar.ir.layout import Shard
 from autopar.ir.mesh import Mesh
 from autopar.trace import trace
 from autopar.trace.tracing import Traced
-from tests.experts.lists import Dense, Dropping, Hit, Normed, Repeated, Sorted, Unequal, Where
+from tests.experts.lists import Counted, Dense, Dropping, Hit, Normed, Repeated, Sorted, Unequal, Where
 from tests.experts.models import squared, states
 from tests.ranks import Ranks
 
-LOOPS = [Where, Hit, Sorted, Repeated, Normed, Dense]
+LOOPS = [Where, Hit, Sorted, Repeated, Normed, Counted, Dense]
 
 
 def traced(model: nn.Module, mesh: str = "ep=2") -> Traced:
@@ -54,7 +54,7 @@ def test_what_is_no_sum_over_choices_is_not_taken_for_one(kind: Any) -> None:
 
 CASES = [
     (Where, "ep=4", ""), (Hit, "ep=2,tp=2", ""), (Sorted, "dp=2,ep=2", ""), (Dense, "dp=2,ep=2", "zero=3"),
-    (Repeated, "tp=2", ""), (Normed, "ep=2,tp=2", ""),
+    (Repeated, "tp=2", ""), (Normed, "ep=2,tp=2", ""), (Counted, "dp=2,ep=2", ""),
 ]  # fmt: skip
 
 

@@ -55,6 +55,8 @@ EDGES: dict[str, tuple[Callable[[Tensor], Any], Tensor]] = {
     "smooth_zero": (lambda x: F.smooth_l1_loss(x, BITS, beta=0.0), TIES),
     "power": (lambda x: x.pow(0) + torch.pow(x, BITS), FLAT),
     "entropy": (lambda x: torch.xlogy(x, x.clamp_min(1e-9)).sum(-1), SURE),
+    "counts": (lambda x: torch.bincount(CLASS[::2], minlength=5) * x.sum(), ANY),
+    "counts_weighted": (lambda x: IDS.flatten().bincount(x.detach()[:, :3].flatten(), 4) * x.sum(), ANY),
     "distance": (lambda x: torch.cdist(x, x) + F.pairwise_distance(x, BITS), TIES),
     "triplet": (lambda x: F.triplet_margin_loss(x, ANY, ANY.flip(0), swap=True), FLAT),
     "softmax": (lambda x: x.masked_fill(BITS.bool(), -torch.inf).softmax(-1), ANY),
@@ -98,3 +100,8 @@ def test_bags_of_one_size(mode: str, padding: int | None) -> None:
 def test_bags_by_offsets_are_refused() -> None:
     with pytest.raises(AutoparError, match="2-d input"):
         compare(lambda x: F.embedding_bag(IDS.flatten(), x, torch.tensor([0, 2, 5])), ANY)
+
+
+def test_a_count_of_a_number_beyond_the_length_is_an_error() -> None:
+    with pytest.raises((IndexError, RuntimeError), match="out of range|out of bounds"):
+        compare(lambda x: torch.bincount(CLASS[::2], minlength=3) * x.sum(), ANY)
