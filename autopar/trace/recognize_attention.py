@@ -44,7 +44,7 @@ def _tail_of(softmax: fx.Node, found: Written) -> tuple[fx.Node, float, int] | N
                 return None
             cut = False
         if node.target is aten.nan_to_num.default:
-            if found.fill != -inf or found.bias or found.sink is not None or len(node.args) > 1:
+            if found.fill != -inf or found.bias or found.sink is not None or any(node.args[1:2]):
                 return None
             found.zero = True
         if node.target is ops.dropout:

@@ -190,10 +190,10 @@ def _scale(found: Written, node: fx.Node, other: Any) -> bool:
     by = number(other)
     if by is None:
         ok = isinstance(other, fx.Node) and not found.bounded and other.meta["spec"].is_float
-        if not ok or shape_of(other)[-1:] != (1,) or shape_of(node) != shape_of(found.product):
+        if not ok or shape_of(other)[-1:] not in ((), (1,)) or shape_of(node) != shape_of(found.product):
             return False
         found.by.append((other, divides))
-        return other.meta["spec"].dtype == found.product.meta["spec"].dtype
+        return not shape_of(other) or other.meta["spec"].dtype == found.product.meta["spec"].dtype
     by = 1.0 / by if divides and by else by
     if found.bounded and found.cap is not None:
         return False

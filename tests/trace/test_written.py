@@ -35,6 +35,7 @@ class Steps(Heads):
         self.form = pick.choice(["matmul", "einsum", "shared"])
         self.bias, self.row = nn.Parameter(torch.randn(HEADS, LENGTH, LENGTH)), nn.Parameter(torch.randn(1, 1, LENGTH))
         self.sink, self.temperature = nn.Parameter(torch.randn(HEADS)), nn.Parameter(torch.rand(HEADS, 1, 1) + 0.5)
+        self.one = nn.Parameter(torch.rand(()) + 0.5)
         self.register_buffer("some", torch.rand(1, HEADS, LENGTH, LENGTH, generator=made) > 0.4)
         self.register_buffer("keep", torch.ones(2, LENGTH, dtype=torch.bool))
         self.keep[0, :3], self.keep[1, -4:] = False, False
@@ -54,6 +55,7 @@ class Steps(Heads):
             "less": lambda s, _: s - self.bias[:1],
             "row": lambda s, _: s + self.row,
             "temperature": lambda s, _: s * self.temperature,
+            "one": lambda s, _: s / self.one,
             "fill": lambda s, by: s.masked_fill(~self.some, by),
             "where": lambda s, by: torch.where(self.some, s, number(s, by)),
             "added": lambda s, by: s + torch.where(self.some, number(s, 0.0), number(s, by)),
