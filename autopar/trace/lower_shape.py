@@ -10,6 +10,7 @@ from torch import fx
 from autopar.errors import AutoparError
 from autopar.ir.program import Spec
 from autopar.trace.builder import Builder, aten, broadcast, dtype, lowering, positive, shape
+from autopar.trace.places import said
 
 END = 2**62  # a slice's end from here on means "to the end"
 
@@ -207,8 +208,7 @@ def _strided(b: Builder, x: fx.Node, size: Any, stride: Any, offset: Any) -> tup
         ahead += 1
     reach = offset + sum((n - 1) * step for n, step in zip(size[ahead:], stride[ahead:]))
     if (isinstance(val, torch.Tensor) and not val.is_contiguous()) or reach >= math.prod(s[ahead:]):
-        meta = b.like.meta if b.like is not None else {}
-        where = f"{meta.get('module') or 'the model'}: {meta.get('source')}"
+        where = said(b.like.meta if b.like is not None else {})
         raise AutoparError(
             "unsupported-op", f"{where}: as_strided (or fill_diagonal_) of a view that is not contiguous",
             "call contiguous() first, or use unfold, diagonal or indexing",

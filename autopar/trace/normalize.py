@@ -170,13 +170,11 @@ def _refuse_symbolic(node: fx.Node) -> None:
     if symbolic:
         raise AutoparError(
             "data-dependent-control-flow",
-            f"{node.meta['module'] or 'the model'}: {node.meta['source']}: {node.target} gives a number that depends"
-            " on tensor values",
+            f"{places.said(node.meta)}: {node.target} gives a number that depends on tensor values",
             "keep it a tensor (torch.where, torch.cond), or compute it outside and pass it as a Python value;"
             " a layer of experts can be said by autopar.register_experts",
         )
 
 
 def _place(build: Builder) -> str:
-    meta = build.like.meta if build.like is not None else {}
-    return f"{meta.get('module') or 'the model'}: {meta.get('source')}"
+    return places.said(build.like.meta if build.like is not None else {})

@@ -4,6 +4,7 @@ import linecache
 import os
 import re
 import sys
+from collections.abc import Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -54,6 +55,11 @@ def source_of(node: fx.Node) -> str:
         if is_user(path):
             return f"{os.path.basename(path)}:{line} in {function}: {code.strip()}"
     return ""
+
+
+def said(meta: Mapping[str, Any]) -> str:
+    """Module and line of a node; the module alone where torch kept no line: its forward has another name."""
+    return ": ".join(filter(None, (meta.get("module") or "the model", meta.get("source"))))
 
 
 def explain(error: BaseException, model: nn.Module) -> AutoparError:

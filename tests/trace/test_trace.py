@@ -58,6 +58,20 @@ def test_data_dependent_branch_names_module_and_line(capfd: pytest.CaptureFixtur
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_place_without_a_line_is_the_module_alone() -> None:
+    """torch keeps the lines of functions that are called ``forward``."""
+
+    def chosen(_module: nn.Module, x: Tensor) -> Tensor:
+        return x[x > 0]
+
+    class Patched(nn.Module):
+        forward = chosen
+
+    with pytest.raises(AutoparError) as caught:
+        trace(Patched(), (X,), {}, mesh=TP)
+    assert caught.value.message.startswith("the model: aten.")
+
+
 @pytest.mark.parametrize(
     ("function", "slug"),
     [
