@@ -212,3 +212,15 @@ class Shifted(nn.Module):
             return F.cross_entropy(y.float()[:, 1:-1].reshape(-1, 7), labels[:, 2:].reshape(-1))
         each = F.cross_entropy(y[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
         return (each * torch.arange(len(each))).sum()
+
+
+class Turned(nn.Module):
+    """Positions and features change places in what lies between two attentions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.mix = Attend(), Attend(), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.second(x + self.mix(x).mT.reshape(x.shape))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cli.models import load
-from tests.context.models import Attend, Biased, Cross, Documents, Pooled, Shifted, Sink, Window, Written, rows
+from tests.context.models import Attend, Biased, Cross, Documents, Pooled, Shifted, Sink, Turned, Window, Written, rows
 
 
 def squares(out: Tensor) -> Tensor:
@@ -42,6 +42,7 @@ CASES: list[tuple[str, Any, tuple[Any, ...], str, tuple[str, ...]]] = [
     ("added", lambda: Written("add"), (rows(), keep()), "cp=2", ("ring",)),
     ("capped", lambda: Written(cap=2.0), (rows(), keep()), "cp=2", BOTH),
     ("sink", Sink, (rows(),), "cp=4", (*BOTH, "ring:2+ulysses:2")),
+    ("turned", Turned, (rows(),), "cp=2,tp=2", BOTH),
     ("grouped-sink", lambda: Sink(2), (rows(13),), "cp=2", BOTH),
 ]
 
