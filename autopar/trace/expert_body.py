@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from autopar.errors import AutoparError
+from autopar.ir import ops
 from autopar.ir.grouped import Body
 from autopar.ir.program import Spec
 from autopar.trace.builder import Builder
@@ -104,6 +105,10 @@ class _Writer:
             return self._product(args[0], args[1], None, flipped=False)
         if node.target is aten.addmm.default and not node.kwargs:
             return self._product(args[1], args[2], args[0], flipped=False)
+        if ops.drawn(node):
+            raise Unrecognized("an expert draws random numbers (dropout inside it)")
+        if node.target is not operator.getitem and not isinstance(node.target, torch._ops.OpOverload):
+            raise Unrecognized(f"{getattr(node.target, '__name__', node.target)} inside an expert")
         name = "getitem" if node.target is operator.getitem else str(node.target)
         given = tuple(self._argument(a) for a in args)
         return self._add(name, given, tuple((k, self._argument(v)) for k, v in node.kwargs.items()))
