@@ -20,6 +20,7 @@ from autopar.solve.fallback import report_opaque
 from autopar.solve.flow import Flow, flow_of
 from autopar.solve.problem import Choices, solve
 from autopar.solve.sources import batch_shard, product_weights, sources
+from autopar.trace.places import UNSEEN
 
 AXIS = "ep"
 MUST = 1e5  # µs: gathering experts that are shared out, or all tokens instead of sending each to its experts
@@ -168,8 +169,10 @@ def _check_experts(program: Program, context: Context, flow: Flow, owned: dict[i
     reads = any(flow.values[g.value].role == "param" and flow.values[g.value].diff for g in flow.groups)
     held = any(isinstance(layout.get(AXIS), Shard) for layout in context.pinned.values())
     if reads and not owned and not held:
+        size = program.mesh.size(AXIS)
+        what = f"mesh {program.mesh}: the model has no experts that could be shared out over ep={size}"
         raise AutoparError(
             "no-experts",
-            f"mesh {program.mesh}: the model has no experts that could be shared out over ep={program.mesh.size(AXIS)}",
+            "; ".join([what, *(note for note in program.notes if note.startswith(UNSEEN))]),
             "use dp for the rows of the batch; or say what its experts are with autopar.register_experts",
         )

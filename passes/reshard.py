@@ -1,5 +1,6 @@
 """Pass ``reshard``: every mismatch between what a value is and what its reader wants becomes an explicit conversion."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ from autopar.ir import ops
 from autopar.ir.layout import I, Layout, R, Shard, Type
 from autopar.ir.program import Form, Program
 from autopar.passes.base import Context, Pass
-from autopar.solve.annotate import layout_of
+from autopar.solve.annotate import clash, layout_of
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Reshard(Pass):
 
     Does:
         Inserts ``convert(x, axis, src, dst)`` before the first reader, one for each (value, axis, type), shared by
-        all readers in the graph. Steps that make the value smaller come first.
+        all readers in the graph. Steps that make the value smaller come first, unless two axes would share out the
+        same elements meanwhile.
     Requires:
         ANNOTATED on every axis of the mesh.
     Ensures:
@@ -74,8 +76,7 @@ class _Resharder:
     def bring(self, value: fx.Node, wanted: Layout, reader: fx.Node) -> fx.Node:
         """``value`` in the layout that the reader wants."""
         have, owner = layout_of(value), value
-        steps = [(a, have.get(a), t) for a, t in wanted.types if not same(have.get(a), t, bool(value.meta.get("diff")))]
-        for axis, src, dst in sorted(steps, key=lambda s: _order(s[1], s[2])):
+        for axis, src, dst in steps_between(have, wanted, bool(value.meta.get("diff"))):
             have = have.having(axis, dst)
             key = (owner, have)
             if key not in self.made:
@@ -92,6 +93,22 @@ class _Resharder:
             if key in reader.meta or key in value.meta:
                 new.meta[key] = reader.meta.get(key, value.meta.get(key))
         return new
+
+
+def steps_between(have: Layout, wanted: Layout, diff: bool) -> Iterator[tuple[str, Type, Type]]:
+    """(axis, from, to) of each conversion, those first that make the value smaller.
+
+    No two axes share out the same elements on the way: an axis waits until another has let go of what it takes. Where
+    each waits for the other, one is made whole first.
+    """
+    while left := [(a, have.get(a), t) for a, t in wanted.types if not same(have.get(a), t, diff)]:
+        left.sort(key=lambda s: _order(s[1], s[2]))
+        free = [s for s in left if not clash(s[2], have.having(s[0], I))]
+        whole = R if diff else I
+        held = [(a, src, whole) for a, src, _ in left if isinstance(src, Shard)]
+        axis, src, dst = (*free, *held, *left)[0]
+        yield axis, src, dst
+        have = have.having(axis, dst)
 
 
 def same(src: Type, dst: Type, diff: bool) -> bool:

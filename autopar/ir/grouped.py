@@ -175,9 +175,12 @@ def arrange(index: Tensor, count: int, first: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def combine(y: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Each token's results [T·k, o], in the order of the choices, weighted by [T, k] and added up: [T, o]."""
-    rows = y.reshape(*weights.shape, y.shape[-1])
-    return (rows * weights.unsqueeze(-1)).sum(1).to(dtype)
+    """Each token's results [T·k, o], in the order of the choices, weighted by [T, k] and added up: [T, o].
+
+    The sum is in the wider dtype of the weighted rows and of the result.
+    """
+    rows = y.reshape(*weights.shape, y.shape[-1]) * weights.unsqueeze(-1)
+    return rows.sum(1, dtype=torch.promote_types(rows.dtype, dtype)).to(dtype)
 
 
 def restored(rows: Tensor, order: Tensor) -> Tensor:

@@ -215,14 +215,17 @@ def _drawn(target: Callable[..., Any]) -> Callable[[fx.Node, Place], None]:
 
 MASKS = ("bias", "sink", "cap", "band", "query_ids", "key_ids")  # arguments of attention beside mask and fill
 
+WRITTEN = ("bias", "sink", "cap", "fill")  # of these, what no kernel takes: it would hold every score
+
 
 def _attention(node: fx.Node, place: Place) -> None:
-    """Dropped probabilities are drawn by rank; what bands and numbers hide is left out tile by tile."""
+    """Dropped probabilities are drawn by rank; bands, numbers and, on cp, what kernels lack are computed in tiles."""
     known = arguments(node)
     rest = tuple(known[n] for n in MASKS)
     if not known["dropout"]:
         both = known["is_causal"] and known["mask"] is not None
-        if both or known["band"] is not None or known["query_ids"] is not None:
+        apart = ("band", "query_ids", *(WRITTEN if place.mesh.size("cp") > 1 else ()))
+        if both or any(known[n] is not None for n in apart):
             node.target, node.kwargs = whole_attention, {}
             node.args = tuple(known[n] for n in ("q", "k", "v", "mask", "is_causal", "scale", "fill", *MASKS))
         return

@@ -13,6 +13,7 @@ from autopar.ir import ops
 from autopar.rules import builders as b
 from autopar.rules.attention import attention, ring_attention
 from autopar.rules.builders import Builder, along, permuted, pointwise, reduction, rule
+from autopar.rules.counting import histogram
 from autopar.rules.experts import experts, stacked
 from autopar.rules.relation import Labels, Opaque, Relation
 
@@ -61,6 +62,7 @@ TABLE: dict[Any, Builder] = {
     aten.prod.dim_int: reduction(False),
     aten.logsumexp.default: reduction(False),
     aten.linalg_vector_norm.default: reduction(False),
+    aten.histc.default: histogram,
     # along one dim
     aten.softmax.int: along(),
     aten._softmax.default: along(),

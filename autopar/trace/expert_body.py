@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from autopar.errors import AutoparError
+from autopar.ir import ops
 from autopar.ir.grouped import Body
 from autopar.ir.program import Spec
 from autopar.trace.builder import Builder
@@ -108,6 +109,10 @@ class _Writer:
             return self._norm(*args)
         if node.target is operator.getitem and args[0].target is aten.native_layer_norm.default and args[1] == 0:
             return self.at[args[0]]
+        if ops.drawn(node):
+            raise Unrecognized("an expert draws random numbers (dropout inside it)")
+        if node.target is not operator.getitem and not isinstance(node.target, torch._ops.OpOverload):
+            raise Unrecognized(f"{getattr(node.target, '__name__', node.target)} inside an expert")
         name = "getitem" if node.target is operator.getitem else str(node.target)
         given = tuple(self._argument(a) for a in args)
         return self._add(name, given, tuple((k, self._argument(v)) for k, v in node.kwargs.items()))

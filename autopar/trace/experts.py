@@ -25,9 +25,10 @@ from autopar.trace.loops import substitute as loop
 from autopar.trace.once import Unsafe
 from autopar.trace.record import aside
 from autopar.trace.registered import adapter_of
-from autopar.trace.terms import whole_of
+from autopar.trace.selections import Casts, whole_of
 
-Known = tuple[tuple[str, ...], Body, int, torch.dtype]  # parameters, what an expert computes, its width and dtype
+# Parameters, what an expert computes, its width and dtype, and the dtypes to which weights are cast.
+Known = tuple[tuple[str, ...], Body, int, torch.dtype, Casts]
 ROWS = 3  # tokens for each expert of a record
 
 
@@ -220,9 +221,12 @@ def _substitute(kind: type, known: dict[Any, Known | str], otherwise: Callable[[
         if isinstance(found, str):
             otherwise(self, found)
             return type(self).forward(self, *args, **kwargs)
-        params, body, width, dtype = found
+        params, body, width, dtype, casts = found
+        weights: Any = taken[2]
+        for dtype_ in casts:
+            weights = weights.to(dtype_)
         own = [self._parameters[name] for name in params]
-        return torch.ops.autopar.experts(*taken, own, repr(body), width, dtype)
+        return torch.ops.autopar.experts(*taken[:2], weights, own, repr(body), width, dtype)
 
     return forward
 
@@ -256,4 +260,4 @@ def _alone(record: Record) -> Known | str:
     given = [whole_of(n) for n in (op.hidden, op.index, *weighing.nodes)]
     if weighing.kind != "choices" or given != ["#0", "#1", "#2"]:
         return "its arguments are no tokens, choices and weights"
-    return op.params, op.body, int(node.meta["val"].shape[-1]), node.meta["val"].dtype
+    return op.params, op.body, int(node.meta["val"].shape[-1]), node.meta["val"].dtype, weighing.casts

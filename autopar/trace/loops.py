@@ -332,6 +332,7 @@ def _experts(routed: Routed, module: Any, env: Any) -> Tensor:
     weights = x.new_ones((count, routed.choices))
     for i, w in enumerate(routed.weights):
         one = _weights(w.kind, [env[n] for n in w.nodes], index, routed.index is None, count, total)
+        one = functools.reduce(Tensor.to, w.casts, one)
         weights = one if i == 0 else weights * one
     rows = x.reshape(count, x.shape[-1])
     out: Tensor = torch.ops.autopar.experts(rows, index, weights, params, repr(routed.body), val.shape[-1], val.dtype)

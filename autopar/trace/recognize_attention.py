@@ -14,7 +14,7 @@ from torch import fx
 from autopar.ir import edit, ops
 from autopar.trace.affine import shape_of
 from autopar.trace.recognize import mask_kind, seen_kind
-from autopar.trace.written_scores import PRODUCTS, WIDENING, Written, scores_of
+from autopar.trace.written_scores import PRODUCTS, WIDENING, Part, Written, scores_of
 
 aten = torch.ops.aten
 Signed = list[tuple[fx.Node, bool]]
@@ -97,8 +97,9 @@ class _Rewrite:
         heads = _Heads.of(size[:-2], shape_of(q)[:-2], shape_of(turned)[:-2], shape_of(v)[:-2])
         if heads is None:
             return
-        masks = [*found.bias, *found.hidden, *found.shut, *([(found.sink, False)] if found.sink is not None else [])]
-        if any(heads.mask(shape_of(m), size) is None for m, _ in masks):
+        beside = [p.shape for p in (*found.bias, *found.hidden, *found.shut)]
+        beside += [] if found.sink is None else [shape_of(found.sink)]
+        if any(heads.mask(shape, size) is None for shape in beside):
             return
         with self.graph.inserting_before(out):
             made = self._op(q, turned, v, heads, size)
@@ -134,12 +135,12 @@ class _Rewrite:
         lowest = torch.finfo(found.product.meta["spec"].dtype).min * 0.99
         one = len(found.hidden) == 1 and not found.shut and found.fill is not None and found.fill <= lowest
         one = one and (not found.bias or found.fill == -inf)  # which may lower all that is seen
-        kind = seen_kind(*found.hidden[0]) if one else ""
+        kind = seen_kind(found.hidden[0].node, found.hidden[0].opposite) if one else ""
         if kind:
             found.hidden, found.fill = [], None
             return kind == "causal"
-        only = not found.hidden and not found.shut and len(found.bias) == 1 and not found.bias[0][1]
-        kind = mask_kind(found.bias[0][0]) if only else ""
+        only = not found.hidden and not found.shut and len(found.bias) == 1 and not found.bias[0].opposite
+        kind = mask_kind(found.bias[0].node) if only else ""
         if kind:
             found.bias = []
         return kind == "causal"
@@ -147,28 +148,32 @@ class _Rewrite:
     def _bias(self, heads: "_Heads", size: tuple[int, ...]) -> fx.Node | None:
         """The sum of what is added, with minus infinity for what was hidden before."""
         total: fx.Node | None = None
-        for x, minus in self.found.bias:
-            to = self.found.added_in
-            x = self._call(aten.neg.default, x) if minus else x
+        for part in self.found.bias:
+            to, x = self.found.added_in, self._split(part)
+            x = self._call(aten.neg.default, x) if part.opposite else x
             x = x if to in (None, x.meta["spec"].dtype) else self._call(aten._to_copy.default, x, dtype=to)
             x = self._four(x, heads, size)
             total = x if total is None else self._call(aten.add.Tensor, total, x)
-        for x, opposite in self.found.shut:
+        for part in self.found.shut:
             kind = self.found.product.meta["spec"].dtype
             lowest, zero = (self._call(aten.full.default, [], value, dtype=kind) for value in (-inf, 0.0))
-            x = self._four(x, heads, size)
-            shut = self._call(aten.where.self, x, *((lowest, zero) if opposite else (zero, lowest)))
+            x = self._four(self._split(part), heads, size)
+            shut = self._call(aten.where.self, x, *((lowest, zero) if part.opposite else (zero, lowest)))
             total = shut if total is None else self._call(aten.add.Tensor, total, shut)
         return total
 
     def _mask(self, heads: "_Heads", size: tuple[int, ...]) -> fx.Node | None:
         """What is seen."""
         seen: fx.Node | None = None
-        for x, opposite in self.found.hidden:
-            x = self._call(aten.logical_not.default, x) if opposite else x
+        for part in self.found.hidden:
+            x = self._split(part)
+            x = self._call(aten.logical_not.default, x) if part.opposite else x
             x = self._four(x, heads, size)
             seen = x if seen is None else self._call(aten.logical_and.default, seen, x)
         return seen
+
+    def _split(self, part: Part) -> fx.Node:
+        return self._reshaped(part.node, part.shape)
 
     def _sink(self, sink: fx.Node, heads: "_Heads", size: tuple[int, ...]) -> fx.Node:
         if sink.target is aten.full.default:

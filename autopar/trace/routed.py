@@ -14,7 +14,8 @@ from autopar.rules.experts import keeps_rows
 from autopar.trace.expert_body import Step, body_of
 from autopar.trace.questions import behind
 from autopar.trace.record import Unrecognized
-from autopar.trace.terms import DYNAMIC, VIEWS, Reader, Segment, Terms, Weight, leading, selected, selectors
+from autopar.trace.selections import CASTS, VIEWS, Casts, by_mask, dtype_of, leading, selected, selectors
+from autopar.trace.terms import DYNAMIC, Reader, Segment, Terms, Weight
 from autopar.trace.witness import aten, chosen
 
 ROWS = (3, 5)
@@ -25,10 +26,12 @@ class Weighing:
     """A factor of the weights [T, k], as a value and how its elements lie.
 
     ``kind``: "choices" [T, k], "experts" [T, E], "turned" [E, T], "tokens" [T], or "apart": [T] for each expert.
+    ``casts``: the dtypes that it is cast to, one after the other.
     """
 
     kind: str
     nodes: tuple[fx.Node, ...]
+    casts: Casts
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class Layer:
     def __post_init__(self) -> None:
         self.dynamic: set[fx.Node] = set()
         for node in self.nodes:
-            if _by_size(node) or any(n in self.dynamic for n in node.all_input_nodes) or _by_mask(node):
+            if _by_size(node) or any(n in self.dynamic for n in node.all_input_nodes) or by_mask(node):
                 self.dynamic.add(node)
 
     def understand(self) -> None:
@@ -111,7 +114,7 @@ class Layer:
                 self.routed[node] = found
                 todo += found.reads
                 continue
-            if _by_size(node) or _by_mask(node) or (node.op == "placeholder" and node.meta["expert"]):
+            if _by_size(node) or by_mask(node) or (node.op == "placeholder" and node.meta["expert"]):
                 raise Unrecognized("what is computed of experts is no sum over choices of tokens")
             todo += node.all_input_nodes
 
@@ -129,8 +132,9 @@ class Layer:
         terms = self.read.terms(node)
         if terms is None or not terms.segments or node.meta["val"].ndim < 2:
             return None
-        chains = {s.source: self._chain(s.source) for s in terms.segments}
-        if any(c is None for c in chains.values()):
+        casts = {s.casts for s in terms.segments}
+        chains = {s.source: self._chain(s.source, s.casts) for s in terms.segments}
+        if len(casts) != 1 or any(c is None for c in chains.values()):
             return None
         return self._op(node, terms, {s: c for s, c in chains.items() if c is not None})
 
@@ -220,8 +224,10 @@ class Layer:
     def _weighing(
         self, parts: list[tuple[Weight, int]], rows: Tensor, owners: Tensor, slots: Tensor, count: int, k: int
     ) -> Weighing | None:
-        nodes, places = [w for (w, _), _ in parts], torch.cat([p for (_, p), _ in parts])
-        size = nodes[0].meta["val"].numel()
+        nodes, places = [w for (w, _, _), _ in parts], torch.cat([p for (_, p, _), _ in parts])
+        size, (casts, *others) = nodes[0].meta["val"].numel(), {c for (_, _, c), _ in parts}
+        if others:
+            return None
         if len(set(nodes)) == 1:
             ways = {
                 "choices": (count * k, rows * k + slots),
@@ -231,16 +237,16 @@ class Layer:
             }
             for kind, (many, at) in ways.items():
                 if size == many and torch.equal(places, at):
-                    return Weighing(kind, (nodes[0],))
+                    return Weighing(kind, (nodes[0],), casts)
             return None
-        own = {expert: node for (node, _), expert in parts}
+        own = {expert: node for (node, _, _), expert in parts}
         same = len(own) == self.experts and all(n.meta["val"].numel() == count for n in nodes)
-        if same and all(own[e] is n for (n, _), e in parts) and torch.equal(places, rows):
-            return Weighing("apart", tuple(own[e] for e in range(self.experts)))
+        if same and all(own[e] is n for (n, _, _), e in parts) and torch.equal(places, rows):
+            return Weighing("apart", tuple(own[e] for e in range(self.experts)), casts)
         return None
 
-    def _chain(self, y: fx.Node) -> Chain | None:
-        """What the expert computes that ends in ``y``: of rows of one value, with its own parameters."""
+    def _chain(self, y: fx.Node, casts: Casts) -> Chain | None:
+        """What the expert computes that ends in ``y``, cast: of rows of one value, with its own parameters."""
         if len(y.meta["expert"]) != 1 or -1 in y.meta["expert"]:
             return None
         (expert,) = y.meta["expert"]
@@ -260,13 +266,13 @@ class Layer:
         inputs = [n for n, name in leaves.items() if not name]
         if len(inputs) != 1 or y.meta["val"].ndim < 2:
             return None
-        hidden, tokens = selected(inputs[0])
+        hidden, tokens, before = selected(inputs[0])
         if torch.Size(leading(y)).numel() != len(tokens):
             return None
-        steps = self._steps([n for n in self.nodes if n in inside], leaves)
-        val = y.meta["val"]
+        steps = self._steps([n for n in self.nodes if n in inside], leaves, before, casts)
+        dtype = casts[-1] if casts else dtype_of(y)
         by = selectors(inputs[0], hidden)
-        return Chain(expert, hidden, tokens, by, steps, int(val.shape[-1]), val.dtype) if steps else None
+        return Chain(expert, hidden, tokens, by, steps, int(y.meta["val"].shape[-1]), dtype) if steps else None
 
     def _is_selection(self, node: fx.Node) -> bool:
         """Whether a value is taken from one that does not depend on choices: not computed of rows so taken."""
@@ -281,10 +287,16 @@ class Layer:
         one = chosen(source, node.target, node.args)
         return str(source.meta["family"]) if one is not None and isinstance(source, fx.Node) else None
 
-    def _steps(self, nodes: list[fx.Node], leaves: Mapping[fx.Node, str]) -> tuple[Step, ...]:
-        """The ops as steps on rows [n, H] and parameters, said by their templates."""
-        at: dict[fx.Node, Any] = {n: ("$", name) if name else ("%", 0) for n, name in leaves.items()}
-        made: list[Step] = []
+    def _steps(
+        self,
+        nodes: list[fx.Node],
+        leaves: Mapping[fx.Node, str],
+        before: Casts,
+        after: Casts,
+    ) -> tuple[Step, ...]:
+        """The ops as steps on rows [n, H], cast ``before``, and parameters, said by their templates; cast ``after``."""
+        made: list[Step] = [(CASTS[0], (("%", i),), (("dtype", dtype),)) for i, dtype in enumerate(before)]
+        at: dict[fx.Node, Any] = {n: ("$", name) if name else ("%", len(made)) for n, name in leaves.items()}
         for node in nodes:
             views = node.target in VIEWS and len(node.meta["val"].shape) > 1
             if views and _flat(node):
@@ -293,6 +305,7 @@ class Layer:
             args, kwargs = _mapped((node.args, tuple(node.kwargs.items())), lambda n: at[n])
             made.append((node.target, args, kwargs))
             at[node] = ("%", len(made))
+        made += [(CASTS[0], (("%", len(made) + i),), (("dtype", dtype),)) for i, dtype in enumerate(after)]
         return tuple(made)
 
     def _body(self, steps: tuple[Step, ...], hidden: fx.Node) -> tuple[tuple[str, ...], Body]:
@@ -330,7 +343,7 @@ def digests(nodes: list[fx.Node], needed: set[fx.Node], routed: Mapping[fx.Node,
         if node in routed:
             r = routed[node]
             index = None if r.index is None else known[r.index]
-            weights = [(w.kind, [known[n] for n in w.nodes]) for w in r.weights]
+            weights = [(w.kind, [known[n] for n in w.nodes], w.casts) for w in r.weights]
             base = None if r.base is None else known[r.base]
             parts = repr((known[r.hidden], index, r.choices, weights, base, r.params, r.body))
         elif node.op == "placeholder":
@@ -378,11 +391,3 @@ def _by_size(node: fx.Node) -> bool:
     if node.target is aten.bincount.default and len(node.args) > 2:
         return bool(node.meta["val"].numel() != node.args[2])
     return node.target in DYNAMIC
-
-
-def _by_mask(node: fx.Node) -> bool:
-    """Whether elements are taken by a mask: how many depends on its values."""
-    if node.target is not aten.index.Tensor:
-        return False
-    indices: Any = node.args[1]
-    return any(i is not None and i.meta["val"].dtype == torch.bool for i in indices)

@@ -4,7 +4,6 @@ A value [..., O] is looked at as rows, its leading dims flattened. Ops that move
 with numbers of rows; anything else that reads experts' parameters is what an expert computes.
 """
 
-import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,26 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopar.trace.selections import (
+    CASTS,
+    COPIES,
+    SELECTIONS,
+    Casts,
+    dtype_of,
+    leading,
+    moved,
+    numbers_of,
+    same,
+    selected,
+)
 from autopar.trace.witness import UNSET, ZEROS, aten
 
-Weight = tuple[fx.Node, Tensor]  # a value, and which of its elements weighs each row
-SELECTIONS = {
-    aten.index.Tensor, aten.index_select.default, aten.select.int, aten.slice.Tensor, aten.view.default,
-    aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim,
-    aten.squeeze.dims, aten.expand.default, aten.permute.default, aten.t.default, aten.transpose.int,
-    aten.flatten.using_ints,
-}  # fmt: skip
-VIEWS = {
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.default,
-    aten.squeeze.dim, aten.squeeze.dims, aten.flatten.using_ints,
-}  # fmt: skip
-CASTS = (aten._to_copy.default, aten.to.dtype)
-COPIES = (aten.clone.default, aten.alias.default, aten.lift_fresh.default)
-PARTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.chunk.default}
+Weight = tuple[fx.Node, Tensor, Casts]  # a value, which of its elements weighs each row, what it is cast to
 DYNAMIC = {
     aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.unique_dim.default,
     aten.unique_consecutive.default, aten.repeat_interleave.Tensor, aten.bincount.default,
 }  # fmt: skip
+
+
+def widens(old: torch.dtype, new: torch.dtype) -> bool:
+    """Whether every number of one dtype is one of the other."""
+    return torch.promote_types(old, new) == new
 
 
 @dataclass(frozen=True)
@@ -40,17 +43,29 @@ class Segment:
 
     Args:
         source: the result. at: [m], its rows. rows: [m], where they are. weights: what each is multiplied by.
+        casts: dtypes to which the result is cast before that, one after the other.
+        narrow: the dtype in which the weighted rows lost digits; None where they lost none.
     """
 
     source: fx.Node
     at: Tensor
     rows: Tensor
     weights: tuple[Weight, ...] = ()
+    casts: Casts = ()
+    narrow: torch.dtype | None = None
 
     def keep(self, mask: Tensor) -> "Segment":
         """Some of the rows."""
-        weights = tuple((w, places[mask]) for w, places in self.weights)
-        return Segment(self.source, self.at[mask], self.rows[mask], weights)
+        weights = tuple((w, places[mask], casts) for w, places, casts in self.weights)
+        return replace(self, at=self.at[mask], rows=self.rows[mask], weights=weights)
+
+    def cast(self, old: torch.dtype, new: torch.dtype) -> "Segment | None":
+        """The rows in another dtype of floats; None where what they lost would be kept."""
+        if not self.weights:
+            return replace(self, casts=(*self.casts, new))
+        if self.narrow is not None:
+            return None
+        return self if widens(old, new) else replace(self, narrow=new)
 
 
 @dataclass(frozen=True)
@@ -105,105 +120,6 @@ def _full(segments: Iterable[Segment]) -> tuple[Segment, ...]:
     return tuple(s for s in segments if len(s.rows))
 
 
-def leading(node: fx.Node) -> tuple[int, ...]:
-    """The dims that are rows."""
-    return tuple(node.meta["val"].shape[:-1])
-
-
-def numbers_of(shape: tuple[int, ...]) -> Tensor:
-    """Every element's number."""
-    return torch.arange(int(torch.Size(shape).numel())).view(shape)
-
-
-def moved(node: fx.Node, numbers: Tensor, narrow: bool) -> Tensor | None:
-    """``numbers`` of the elements of what a selection reads, selected likewise.
-
-    ``narrow``: the last dim, of size 1 in ``numbers``, must be left alone.
-    """
-    after = node.meta["val"].shape
-    want = torch.Size((*after[:-1], 1)) if narrow else after
-    args: list[Any] = list(fx.map_arg(list(node.args), lambda n: n if n is node.args[0] else n.meta.get("number")))
-    args[0] = numbers
-    before = node.args[0].meta["val"].shape  # type: ignore[union-attr]
-    if narrow and (not before or not after or before[-1] != after[-1]):
-        return None
-    try:
-        target: Any = node.target
-        if node.target in VIEWS or node.target is aten.expand.default:
-            out = numbers.reshape(want) if node.target in VIEWS else numbers.expand(want)
-        else:
-            out = target(*args)
-    except (RuntimeError, IndexError, TypeError):
-        return None
-    return out if out.shape == want else None
-
-
-def same(node: fx.Node) -> bool:
-    """Whether a value's numbers are those of what it is made of: copied, or cast among floats or among integers."""
-    if node.target in CASTS:
-        old, new = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # type: ignore[union-attr]
-        return old.is_floating_point == new.is_floating_point and (old == torch.bool) == (new == torch.bool)
-    return node.target in COPIES
-
-
-def selected(node: fx.Node, narrow: bool = True) -> tuple[fx.Node, Tensor]:
-    """What a chain of selections starts from, and the number of its row (or element) at each of the node's."""
-    steps = []
-    while True:
-        if same(node):
-            node = node.args[0]  # type: ignore[assignment]
-            continue
-        maker: Any = node.args[0] if node.target is operator.getitem else None
-        if maker is not None and maker.target in PARTS:
-            split, source = maker, maker.args[0]
-        elif node.target in SELECTIONS:
-            split, source = None, node.args[0]
-        else:
-            break
-        shape = source.meta["val"].shape
-        numbers = numbers_of((*shape[:-1], 1) if narrow else tuple(shape))
-        if split is None:
-            made = moved(node, numbers, narrow)
-        else:
-            made = _part(split, numbers, node.args[1], narrow)  # type: ignore[arg-type]
-        if made is None:
-            break
-        steps.append(made.reshape(-1))
-        node = source
-    places = torch.arange(torch.Size(leading(node) if narrow else node.meta["val"].shape).numel())
-    for step in reversed(steps):
-        places = places[step]
-    return node, places
-
-
-def whole_of(node: fx.Node) -> str | None:
-    """The name of the input that a value is, element by element; None where it is none."""
-    source, places = selected(node, narrow=False)
-    every = torch.equal(places, torch.arange(source.meta["val"].numel()))
-    return source.meta.get("name") if every and source.op == "placeholder" else None
-
-
-def selectors(node: fx.Node, source: fx.Node) -> frozenset[fx.Node]:
-    """The values by which a chain of selections chooses, from ``source`` to ``node``."""
-    found = set[fx.Node]()
-    while node is not source:
-        before: Any = node.args[0]
-        found |= {n for n in node.all_input_nodes if n is not before}
-        node = before
-    return frozenset(found)
-
-
-def _part(split: fx.Node, numbers: Tensor, index: int, narrow: bool) -> Tensor | None:
-    dim = split.args[2] if len(split.args) > 2 else 0
-    if split.target is aten.unbind.int:
-        dim = split.args[1] if len(split.args) > 1 else 0
-    if narrow and dim % numbers.ndim == numbers.ndim - 1:  # type: ignore[operator]
-        return None
-    target: Any = split.target
-    parts: list[Tensor] = target(numbers, *split.args[1:])
-    return parts[index]
-
-
 class Reader:
     """Reads values as terms."""
 
@@ -226,10 +142,14 @@ class Reader:
         if node.target in ZEROS or node.target in UNSET:
             return Terms(count)
         if not node.meta["expert"]:
-            source, rows = selected(node)
-            return Terms(count) if source.target in ZEROS else Terms(count, (), source, rows)
+            source, rows, casts = selected(node)
+            if source.target in ZEROS:
+                return Terms(count)
+            return Terms(count, (), node, torch.arange(count)) if casts else Terms(count, (), source, rows)
         rule = RULES.get(node.target)
         found = rule(self, node, count) if rule else None
+        if found is not None and any(s.narrow not in (None, dtype_of(node)) for s in found.segments):
+            found = None  # added to wider ones without a cast
         return whole(node) if found is None and node.target not in ADDING else found
 
 
@@ -245,7 +165,18 @@ def raw(terms: Terms | None, node: fx.Node) -> bool:
 
 
 def _same(read: Reader, node: fx.Node, count: int) -> Terms | None:
-    return read.terms(node.args[0]) if same(node) else None  # type: ignore[arg-type]
+    source: Any = node.args[0]
+    inner = read.terms(source) if same(node) else None
+    old, new = dtype_of(source), dtype_of(node)
+    if inner is None or old == new or not new.is_floating_point:
+        return inner
+    if inner.carried is not None and bool((inner.carried >= 0).any()):
+        return None
+    rows = torch.cat([torch.empty(0, dtype=torch.long), *(s.rows for s in inner.segments)])
+    if not widens(old, new) and len(rows.unique()) != len(rows):
+        return None  # a sum in the wider dtype
+    made = [s.cast(old, new) for s in inner.segments]
+    return None if None in made else replace(inner, segments=tuple(s for s in made if s is not None))
 
 
 def _select(read: Reader, node: fx.Node, count: int) -> Terms | None:
@@ -310,8 +241,10 @@ def _weigh(read: Reader, node: fx.Node, count: int) -> Terms | None:
 def _weighted(inner: Terms, w: fx.Node, places: Tensor) -> Terms | None:
     if inner.carried is not None and bool((inner.carried >= 0).any()):
         return None
-    source, numbers = selected(w, narrow=False)
-    segments = (replace(s, weights=(*s.weights, (source, numbers[places[s.rows]]))) for s in inner.segments)
+    if any(s.narrow is not None for s in inner.segments):
+        return None
+    source, numbers, casts = selected(w, narrow=False)
+    segments = (replace(s, weights=(*s.weights, (source, numbers[places[s.rows]], casts))) for s in inner.segments)
     return replace(inner, segments=tuple(segments))
 
 

@@ -85,9 +85,11 @@ def finish(exported: Exported, mesh: Mesh, inputs: tuple[Input, ...], rows: tupl
     outputs = _outputs(graph, exported, inputs, rows)
     kept = {n.meta["param"] for n in graph.find_nodes(op="placeholder") if "param" in n.meta}
     params = {n: p for n, p in params.items() if p.kind != "constant" or n in kept}
-    program = fold(Program(mesh, graph, {}, params, inputs, outputs, rows, Form.TRACED, tuple(exported.notes)))
+    unseen = dict.fromkeys(exported.unseen) if mesh.size("ep") > 1 else ()
+    notes = (*exported.notes, *(f"{why}; every rank of ep computes all of it for its own rows" for why in unseen))
+    program = fold(Program(mesh, graph, {}, params, inputs, outputs, rows, Form.TRACED, notes))
     constants = {n: v for n, v in exported.constants.items() if n in kept}
-    return Traced(program, exported.structure, constants, tuple(exported.notes))
+    return Traced(program, exported.structure, constants, notes)
 
 
 def global_inputs(

@@ -6,7 +6,7 @@ say: scale, cap, bias, one mask that hides, a causal mask after it, and a score 
 
 import math
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,25 @@ UNARY = (aten.tanh.default, aten._to_copy.default, aten.reshape.default, aten.ma
 EITHER = (aten.mul.Tensor, aten.add.Tensor)
 
 
+@dataclass(frozen=True)
+class Part:
+    """What is added to scores, or hides some of them.
+
+    ``opposite``: it is subtracted; of a bool one, it says what is hidden. ``lead``: the dims before queries and keys,
+    as those of the scores were split after it met them; None where they are its own.
+    """
+
+    node: fx.Node
+    opposite: bool
+    lead: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape beside the scores."""
+        own = shape_of(self.node)
+        return own if self.lead is None else (*self.lead, *own[-2:])
+
+
 @dataclass
 class Written:
     """The product behind a softmax: queries, transposed keys, and what was done to the scores.
@@ -37,10 +56,10 @@ class Written:
     by: list[tuple[fx.Node, bool]] = field(default_factory=list)  # tensors that multiply queries, or divide
     bounded: bool = False
     cap: float | None = None
-    bias: list[tuple[fx.Node, bool]] = field(default_factory=list)  # added, or subtracted
-    hidden: list[tuple[fx.Node, bool]] = field(default_factory=list)  # what is hidden, or its opposite
+    bias: list[Part] = field(default_factory=list)
+    hidden: list[Part] = field(default_factory=list)
     fill: float | None = None
-    shut: list[tuple[fx.Node, bool]] = field(default_factory=list)  # hidden by minus infinity before all that
+    shut: list[Part] = field(default_factory=list)  # hidden by minus infinity before all that
     causal: bool = False
     sink: fx.Node | None = None
     sink_first: bool = False
@@ -161,7 +180,7 @@ def _apply(found: Written, node: fx.Node, back: int) -> bool:
     if node.kwargs:
         return False
     if node.target is aten.reshape.default:
-        return not found.by and not found.masked or _same_masks(found, shape_of(node))
+        return not found.by and not found.masked or _masks_follow(found, shape_of(node))
     if node.target is aten.tanh.default:
         ok = not (found.bounded or found.masked)
         found.bounded = True
@@ -179,9 +198,23 @@ def _apply(found: Written, node: fx.Node, back: int) -> bool:
     return _hide(found, node.args[0], back == 2, node.args[3 - back])
 
 
-def _same_masks(found: Written, size: tuple[int, ...]) -> bool:
-    """Whether nothing but leading dims that were split are merged again after the masks."""
-    return found.masked and size[-2:] == found.size[-2:]
+def _masks_follow(found: Written, size: tuple[int, ...]) -> bool:
+    """Whether leading dims of masked scores are split, masks likewise, or split ones are merged again at the end."""
+    if not found.masked or size[-2:] != found.size[-2:]:
+        return False
+    if len(size) <= len(found.size):
+        return True
+    lead = found.size[:-2]
+    for parts in (found.bias, found.hidden, found.shut):
+        for i, part in enumerate(parts):
+            own = part.shape[:-2]
+            if math.prod(own) == 1:
+                continue
+            if own != lead:
+                return False
+            parts[i] = replace(part, lead=size[:-2])
+    found.size = size
+    return True
 
 
 def _scale(found: Written, node: fx.Node, other: Any) -> bool:
@@ -209,7 +242,7 @@ def _add(found: Written, node: fx.Node, bias: Any) -> bool:
         return False
     if found.hidden and found.fill != -math.inf:
         return False
-    found.bias.append((bias, node.target is aten.sub.Tensor))
+    found.bias.append(Part(bias, node.target is aten.sub.Tensor))
     found.added_in = node.meta["spec"].dtype
     return True
 
@@ -220,9 +253,9 @@ def _hide(found: Written, mask: Any, opposite: bool, by: Any) -> bool:
     if not isinstance(mask, fx.Node) or fill is None or len(shape_of(mask)) < 2:
         return False
     if not found.hidden or fill == found.fill:
-        found.hidden.append((mask, opposite))
+        found.hidden.append(Part(mask, opposite))
     elif found.fill == -math.inf:
-        found.shut, found.hidden = [*found.shut, *found.hidden], [(mask, opposite)]
+        found.shut, found.hidden = [*found.shut, *found.hidden], [Part(mask, opposite)]
     elif fill == -math.inf and seen_kind(mask, opposite) == "causal":
         found.causal = True
         return True

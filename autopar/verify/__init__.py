@@ -1,6 +1,7 @@
 """Checks that every program passes after every pass."""
 
 from autopar.ir.program import Form, Program
+from autopar.verify.context import check_context
 from autopar.verify.engine import check_engine
 from autopar.verify.layouts import check_layouts
 from autopar.verify.stages import check_stages
@@ -8,13 +9,14 @@ from autopar.verify.structure import check_structure
 
 
 def check_program(program: Program, after: str = "") -> None:
-    """Structure, layouts, shapes (once LOCAL), stages and the engine (once STAGED). Raises AutoparError.
+    """Structure, layouts, attention on a context axis, shapes (once LOCAL), stages and the engine (once STAGED).
 
-    What it says includes the lines around the fault.
+    Raises AutoparError. What it says includes the lines around the fault.
     """
     check_structure(program, after)
     if Form.ANNOTATED <= program.form <= Form.RESHARDED:
         check_layouts(program, after)
+        check_context(program, after)
     if program.form >= Form.LOCAL:
         from autopar.verify.shapes import check_shapes
 

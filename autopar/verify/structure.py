@@ -39,11 +39,16 @@ def _check_node(program: Program, graph: fx.Graph, node: fx.Node, name: str, aft
 
 def fault(slug: str, graph: fx.Graph, node: fx.Node, why: str, block: str, after: str) -> AutoparError:
     """An error that shows the lines around the node."""
+    return AutoparError(slug, around(graph, node, why, block, after), "this is a fault of a pass, please report it")
+
+
+def around(graph: fx.Graph, node: fx.Node, why: str, block: str, after: str) -> str:
+    """Where, why, and the lines around the node."""
     nodes = list(graph.nodes)
     at = nodes.index(node)
     lines = [f"{'->' if n is node else '  '} {_line(n)}" for n in nodes[max(0, at - 5) : at + 5]]
     where = f"{block or 'program'}, {node.meta.get('module') or node.name}" + (f", after pass {after}" if after else "")
-    return AutoparError(slug, f"{where}: {why}\n" + "\n".join(lines), "this is a fault of a pass, please report it")
+    return f"{where}: {why}\n" + "\n".join(lines)
 
 
 def _line(node: fx.Node) -> str:

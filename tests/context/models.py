@@ -223,3 +223,34 @@ class Span(nn.Module):
 
     def forward(self, x: Tensor, start: Tensor) -> Tensor:
         return F.cross_entropy(self.head(self.attend(x)).squeeze(-1), start)
+
+
+class Turned(nn.Module):
+    """Positions and features change places in what lies between two attentions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.mix = Attend(), Attend(), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.second(x + self.mix(x).mT.reshape(x.shape))
+
+
+class Slopes(Heads):
+    """Heads as rows of a batch: one learned temperature, and a bias of each head by distance added in one go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature, self.slopes = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.linspace(-0.5, 0.5, HEADS))
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (y.reshape(b * HEADS, t, -1) for y in self.split(x))
+        place = (keep.cumsum(-1) - 1) * keep
+        bias = (self.slopes[:, None, None] * place[:, None, None]).reshape(b * HEADS, 1, t)
+        scores = torch.bmm(q, k.mT) * self.temperature.exp() + bias
+        seen = torch.ones(t, t, dtype=torch.bool).tril() & keep[:, None, None, :]
+        scores = scores.view(b, HEADS, t, t).masked_fill(~seen, torch.finfo(x.dtype).min)
+        p = scores.softmax(-1).view(b * HEADS, t, t)
+        return x + self.join((p @ v).view(b, HEADS, t, -1))

@@ -8,7 +8,21 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cli.models import load
-from tests.context.models import Attend, Biased, Cross, Documents, Pooled, Shifted, Sink, Span, Window, Written, rows
+from tests.context.models import (
+    Attend,
+    Biased,
+    Cross,
+    Documents,
+    Pooled,
+    Shifted,
+    Sink,
+    Slopes,
+    Span,
+    Turned,
+    Window,
+    Written,
+    rows,
+)
 
 
 def squares(out: Tensor) -> Tensor:
@@ -43,6 +57,9 @@ CASES: list[tuple[str, Any, tuple[Any, ...], str, tuple[str, ...]]] = [
     ("added", lambda: Written("add"), (rows(), keep()), "cp=2", ("ring",)),
     ("capped", lambda: Written(cap=2.0), (rows(), keep()), "cp=2", BOTH),
     ("sink", Sink, (rows(),), "cp=4", (*BOTH, "ring:2+ulysses:2")),
+    ("slopes", Slopes, (rows(), keep()), "cp=4", (*BOTH, "ring:2+ulysses:2")),
+    ("slopes-and-heads", Slopes, (rows(), keep()), "cp=2,tp=2", BOTH),
+    ("turned", Turned, (rows(),), "cp=2,tp=2", BOTH),
     ("grouped-sink", lambda: Sink(2), (rows(13),), "cp=2", BOTH),
 ]
 
@@ -90,6 +107,8 @@ def test_losses_that_are_weighed_stay_cut() -> None:
         ("deepseek", "cp=4", "context_parallel=ulysses"),
         ("gemma2", "cp=2", "context_parallel=ring"),
         ("gemma2", "cp=2", "context_parallel=ulysses"),
+        ("bloom", "cp=2", "context_parallel=ring"),
+        ("bloom", "cp=2,tp=2", "context_parallel=ulysses"),
     ],
     ids=lambda value: value or "-",
 )

@@ -164,3 +164,61 @@ class Unequal(Where):
     def __init__(self) -> None:
         super().__init__()
         self.experts[-1].forward = lambda x: self.experts[-1].down(F.relu(self.experts[-1].up(x)))  # type: ignore[method-assign]
+
+
+class Cast(Listed):
+    """Experts without biases; ``where`` says what is cast to bfloat16: weights, rows, results, products."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(EXPERTS)])
+
+    def dispatch(self, t: Tensor, w: Tensor, i: Tensor) -> Tensor:
+        low, out = torch.bfloat16, torch.zeros_like(t, dtype=torch.float32)
+        for e, expert in enumerate(self.experts):
+            token, slot = (i == e).nonzero(as_tuple=True)
+            weight, rows = w[token, slot].unsqueeze(-1), t[token]
+            if self.where == "rows":
+                rows = rows.to(low).to(t.dtype)
+            y = expert(rows)
+            if self.where == "results":
+                y = y.to(low)
+            elif self.where == "weights":
+                weight = weight.to(low)
+            elif self.where == "wide-results":
+                y = y.float()
+            y = y * weight
+            if self.where == "products":
+                y = y.to(low)
+            out.index_add_(0, token, y.float())
+        return out
+
+
+class Dropout(Listed):
+    """A loop over hit experts, or over all, in which what an expert gives is dropped now and then."""
+
+    def __init__(self, dense: bool) -> None:
+        super().__init__()
+        self.dense = dense
+
+    def dispatch(self, t: Tensor, w: Tensor, i: Tensor) -> Tensor:
+        out, gates = torch.zeros_like(t), t.new_zeros(len(t), EXPERTS).scatter(1, i, w)
+        for e, expert in enumerate(self.experts):
+            if self.dense:
+                out = out + gates[:, e : e + 1] * F.dropout(expert(t), 0.1, self.training)
+                continue
+            token, slot = (i == e).nonzero(as_tuple=True)
+            out[token] += F.dropout(expert(t[token]), 0.1, self.training) * w[token, slot].unsqueeze(-1)
+        return out
+
+
+class Balanced(Where):
+    """A loss for balance from counts of choices by ``histc``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = x.reshape(-1, WIDTH)
+        w, i = self.route(t)
+        load = torch.histc(i.float(), EXPERTS, 0, EXPERTS - 1)
+        balance = (self.router(t).softmax(-1).mean(0) * load / load.sum()).sum()
+        return self.dispatch(t, w, i).view_as(x) + balance

@@ -15,7 +15,20 @@ from autopar.ir.layout import Shard
 from autopar.ir.mesh import Mesh
 from autopar.trace import trace
 from autopar.trace.tracing import Traced
-from tests.experts.lists import Counted, Dense, Dropping, Hit, Normed, Repeated, Sorted, Unequal, Where
+from tests.experts.lists import (
+    Balanced,
+    Cast,
+    Counted,
+    Dense,
+    Dropout,
+    Dropping,
+    Hit,
+    Normed,
+    Repeated,
+    Sorted,
+    Unequal,
+    Where,
+)
 from tests.experts.models import squared, states
 from tests.ranks import Ranks
 
@@ -104,3 +117,53 @@ def test_training_and_checkpoints(ranks: Ranks, tmp_path: Any) -> None:
     for held, errors in ranks.run(4, trained, str(tmp_path / "one"), timeout=300.0):
         assert held == all_of_them // 4
         assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("where", ["rows", "results", "weights"])
+def test_casts_to_fewer_digits_are_the_model_s(where: str) -> None:
+    """In float32: to leave one out would change the result by 1e-3."""
+    model = Cast(where).eval()
+    made = traced(model)
+    assert len(nodes(made)) == 1
+    values = {**dict(model.named_parameters()), **made.constants}
+    with torch.no_grad():
+        got, want = evaluate(made.program, values, [states()])[0], model(states())
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_products_that_are_rounded_before_they_are_added_are_no_sum() -> None:
+    with pytest.raises(AutoparError, match="data-dependent-control-flow"):
+        traced(Cast("products"))
+
+
+@pytest.mark.parametrize("where", ["", "wide-results"])
+def test_sums_are_as_wide_as_the_model_s(where: str) -> None:
+    """Parameters and rows in bfloat16, results added up in float32: to add them up in bfloat16 would lose 2**-9."""
+    model = Cast(where).eval().to(torch.bfloat16)
+    x = states().to(torch.bfloat16)
+    made = trace(model, (x,), {}, mesh=Mesh.parse("ep=2"), rows=(2, 2), train=False)
+    assert len(nodes(made)) == 1
+    with torch.no_grad():
+        got, want = evaluate(made.program, dict(model.named_parameters()), [x])[0], model(x)
+    assert got.dtype == want.dtype == torch.float32
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_inside_experts_is_refused_or_warned_of_by_name() -> None:
+    """In train mode; the op for experts has no random numbers."""
+    drawn = "no experts were recognized in .*: an expert draws random numbers"
+    with pytest.raises(AutoparError, match="data-dependent-control-flow") as caught:
+        traced(Dropout(False).train())
+    assert "an expert draws random numbers" in str(caught.value)
+    with pytest.raises(AutoparError, match=f"(?s){drawn}.*no-experts"):
+        autopar.verify(Dropout(True).train(), "ep=2", (states(),), loss=squared)
+    both = nn.Sequential(Dropout(True), Where()).train()
+    report = autopar.verify(both, "ep=2", (states(),), loss=squared)
+    assert report.ok and any("in 0: an expert draws random numbers" in n for n in report.notes), report
+    assert autopar.verify(Dropout(False).eval(), "ep=2", (states(),), loss=squared).ok
+
+
+def test_counts_of_choices_are_added_up() -> None:
+    report = autopar.verify(Balanced(), "ep=2", (states(),), loss=squared, strategy="strict")
+    assert report.ok, report

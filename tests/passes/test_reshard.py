@@ -1,8 +1,10 @@
 import pytest
 
 from autopar.ir import ops
-from autopar.ir.layout import Shard
+from autopar.ir.layout import I, Layout, R, Shard, plain_shard
 from autopar.ir.program import Form
+from autopar.passes.reshard import steps_between
+from autopar.solve.annotate import clash
 from tests.passes.models import CASES, planned
 
 PIPELINES = ("data-parallel,tensor-parallel", "data-parallel,tensor-parallel{sequence}")
@@ -34,3 +36,22 @@ def test_a_conversion_to_a_shard_comes_first():
 def test_without_parallelism_there_is_nothing_to_convert():
     program = planned("fused-tied", "dp=1,tp=1", f"{PIPELINES[0]},reshard")
     assert not [n for _, g in program.graphs() for n in g.nodes if n.target is ops.convert]
+
+
+ROWS, COLUMNS = plain_shard(0, 8, 2), plain_shard(1, 8, 2)
+
+
+@pytest.mark.parametrize("diff", [True, False])
+@pytest.mark.parametrize("cp", [ROWS, COLUMNS, R, I])
+@pytest.mark.parametrize("tp", [ROWS, COLUMNS, R, I])
+@pytest.mark.parametrize(("a", "b"), [(ROWS, COLUMNS), (COLUMNS, R), (R, ROWS)])
+def test_no_two_axes_share_out_the_same_elements_on_the_way(a, b, tp, cp, diff):
+    """A dim that one axis takes over from another, and two dims that change places."""
+    if isinstance(tp, Shard) and tp == cp:
+        return
+    have, wanted = Layout.of({"tp": a, "cp": b}), Layout.of({"tp": tp, "cp": cp})
+    for axis, src, dst in steps_between(have, wanted, diff):
+        assert have[axis] == src != dst
+        assert not clash(dst, have.having(axis, I))
+        have = have.having(axis, dst)
+    assert all(have[n] == t or (not diff and {have[n], t} == {I, R}) for n, t in wanted.types)

@@ -223,6 +223,7 @@ MAKE: dict[Any, Make] = {
     aten.min.dim: _reduce,
     aten.argmax.default: lambda r: [*_reduce(r), a(r(6, 4))],
     aten.argmin.default: lambda r: [*_reduce(r), a(r(6, 4))],
+    aten.histc.default: lambda r: [a(r.ints(6, 4, 12).to(F64), 6, 0, 5), a(r(12), 3, -1.0, 1.0), a(r(12), 5)],
     aten.any.default: lambda r: [a(r.bools(6, 4))],
     aten.any.dim: lambda r: _reduce(r, r.bools),
     aten.all.default: lambda r: [a(r.bools(6, 4))],
