@@ -59,6 +59,9 @@ def measure(name: str, layers: int) -> dict[str, float]:
     module._emit(variant)
     seconds["functions"] = time.process_time() - made
     seconds["total"] = time.process_time() - start
+    done = time.process_time()
+    module._engine.attach()
+    seconds["engine"] = time.process_time() - done
     seconds["parameters"] = seconds["total"] - seconds["trace"] - seconds["passes"] - seconds["functions"]
     assert all(p.is_meta for p in module.parameters())
     return {**seconds, "GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}

@@ -7,28 +7,30 @@ parameter is read (``Slot.over``): as the backward of I to R, exact for any numb
 
 Seen in torch 2.13: ``fully_shard`` labels parameters that tensor parallelism cuts along the same dim ``_StridedShard``,
 and both leave the gathered copies in the module after a forward without backward, where ``zero_grad``,
-``named_parameters`` and new optimizers would find them. So ``fully_shard`` wraps parameters on the meta device and is
-then handed ours, with our own placements; and every forward that no training step owns ends with resharding (at stage 0
-the backward gathers again a local copy). A pass that raises leaves state and gradients that the next one would add to:
-they are cleared.
+``named_parameters`` and new optimizers would find them. So both wrap plain tensors on the meta device and are then
+handed ours, with our own placements: the parameters that a user sees are never exchanged. And every forward that no
+training step owns ends with resharding (at stage 0 the backward gathers again a local copy). A pass that raises leaves
+state and gradients that the next one would add to: they are cleared.
+
+Where data ranks repeat parameters nothing is made for the engine until the first forward of which a gradient may be
+taken: until then it would only be waited for, by those who compile, load, export or evaluate.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
-from autopar.emit.params import Place, on_mesh, placements_of, restore_class, shard_of, spread_over
+from autopar.emit.params import Place, on_mesh, restore_class, shard_of, spread_over
 from autopar.emit.units import Skeleton, Unit
 from autopar.ir.layout import local_shape
 from autopar.ir.program import Engine as Plan
@@ -42,10 +44,19 @@ class Engine:
     """The units that torch's engine wraps, and the parameters that each of them gathers and reduces."""
 
     plan: Plan = field(default_factory=Plan)
-    units: list[Unit] = field(default_factory=list)
+    units: list[Unit] = field(default_factory=list)  # empty until it is attached
     managed: dict[str, str] = field(default_factory=dict)  # parameter: path of its unit
+    pending: Callable[[], list[Unit]] | None = None  # wraps the units
     sync: bool = True  # whether backwards reduce
     held: bool = False  # whether backwards leave everything gathered and unreduced
+
+    def attach(self) -> None:
+        """Let torch's engine wrap the units, if it does not yet."""
+        if self.pending is not None:
+            self.units = self.pending()
+            self.pending = None
+            if not self.sync:
+                self._set_sync(False)
 
     @contextmanager
     def forward(self, keep: bool = False) -> Iterator[None]:
@@ -54,6 +65,8 @@ class Engine:
         Args:
             keep: leave them gathered as the stage says, for the backward that follows at once.
         """
+        if torch.is_grad_enabled():
+            self.attach()
         if not self.units:
             yield
             return
@@ -95,6 +108,7 @@ class Engine:
             split: whether backwards come in two parts. What is gathered stays, since the second part needs the same
                 tensors, and gradients are reduced once.
         """
+        self.attach()
         groups = [g for unit in self.units for g in unit._get_fsdp_state()._fsdp_param_groups]  # type: ignore[operator]
         freed = [g.post_forward_mesh_info for g in groups]
         self.held = split
@@ -183,32 +197,32 @@ def engine_of(program: Program) -> Plan:
 
 
 def start(skeleton: Skeleton, params: Mapping[str, Param], plan: Plan, place: Place) -> Engine:
-    """Attach torch's engine to the units; without data axes of several ranks there is nothing to do.
+    """The engine of the units; without data axes of several ranks there is nothing to do.
 
-    Collective: groups are made. Registered parameters that data ranks do not share out are exchanged for the engine's.
+    Collective: groups are made. At stage 0 the units are wrapped later, see the module's text.
     """
     engine = Engine(plan)
     if not place.summed_axes:
         return engine
     plan = replace(plan, groups=tuple(_own(plan.groups, params, place)))
     engine.plan = plan
-    attach = _Attach(skeleton, params, plan, place)
-    paths = dict.fromkeys((*(g.unit for g in plan.groups if g.unit), ""))
-    groups: dict[str, list[Group]] = {path: [] for path in paths}
-    for group in plan.groups:
-        groups[group.unit].append(group)
-    with _shared_meshes():
-        for path in paths:
-            unit = skeleton.units.get(path, skeleton.root)
-            attach.unit(unit, groups[path])
-            engine.units.append(unit)
     engine.managed = {n: g.unit for g in plan.groups for n in g.names}
-    if plan.prefetch:
-        _prefetch(engine.units, plan.prefetch)
-    for name, param in params.items():
-        if param.kind == "parameter" and param.chunk is None:
-            _spread(skeleton, param, place, ways_of(param, place.mesh, plan.ways), name in engine.managed)
+    engine.pending = _Attach(skeleton, params, plan, place).units
+    for unit in (*skeleton.units.values(), skeleton.root):
+        unit.__dict__["__deepcopy__"] = _uncopied
+    if plan.ways == 1:
+        place.data_mesh(plan.axes)
+        return engine
+    engine.attach()
+    for param in params.values():
+        ways = ways_of(param, place.mesh, plan.ways)
+        if param.kind == "parameter" and param.chunk is None and ways > 1:
+            _spread(skeleton, param, place, ways)
     return engine
+
+
+def _uncopied(memo: dict[int, Any]) -> NoReturn:
+    raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
 
 
 def _own(groups: Iterable[Group], params: Mapping[str, Param], place: Place) -> Iterator[Group]:
@@ -234,6 +248,19 @@ class _Attach:
     plan: Plan
     place: Place
 
+    def units(self) -> list[Unit]:
+        """Wrap every unit that has groups, and the root, which comes last."""
+        paths = dict.fromkeys((*(g.unit for g in self.plan.groups if g.unit), ""))
+        groups: dict[str, list[Group]] = {path: [] for path in paths}
+        for group in self.plan.groups:
+            groups[group.unit].append(group)
+        units = [self.skeleton.units.get(path, self.skeleton.root) for path in paths]
+        for unit, path in zip(units, paths):
+            self.unit(unit, groups[path])
+        if self.plan.prefetch:
+            _prefetch(units, self.plan.prefetch)
+        return units
+
     def unit(self, unit: Unit, groups: list[Group]) -> None:
         """Wrap one unit and give it its groups."""
         ways = self.plan.ways if self.plan.ways > 1 else None
@@ -249,31 +276,29 @@ class _Attach:
         unit.hooked = True
 
     def _group(self, unit: Unit, group: Group) -> None:
-        """One parameter group. Chunked parameters are wrapped empty, and ours put in their place."""
+        """One parameter group: it is made of empty parameters, and ours are put in their place."""
         shared = group.ways > 1
         mesh = self.place.data_mesh(group.axes, group.ways if shared else None)
-        ours = {n: self._table(n) for n in group.names}
         info: Any = DDPMeshInfo(mesh, replicate_mesh_dim=0)
         if shared:
             kinds = {1: lambda: FSDPMeshInfo(mesh, 0), 2: lambda: HSDPMeshInfo(mesh, 1, 0)}
             info = kinds[mesh.ndim]()
+        ours = {n: self._table(n) for n in group.names}
         dims: dict[int, int] = {}
-        registered: list[nn.Parameter] = []
-        for name, table in ours.items():
+        empty: list[nn.Parameter] = []
+        for name in ours:
             chunk = self.params[name].chunk
-            given = self._hollow(self.params[name]) if chunk else table
-            registered.append(given)  # type: ignore[arg-type]
-            dims[id(given)] = chunk.dim if chunk else 0
-            self._set(name, given)
+            empty.append(self._hollow(self.params[name]))
+            dims[id(empty[-1])] = chunk.dim if chunk else 0
+            self._set(name, empty[-1])
         made = FSDPParamGroup(
-            registered, (unit,), info, info if shared and not group.keeps else None, self.place.device,
+            empty, (unit,), info, info if shared and not group.keeps else None, self.place.device,
             (lambda p: ShardPlacement(dims[id(p)])) if shared else None, self._precision(group), self._offload(shared),
         )  # fmt: skip
         unit._get_fsdp_state()._fsdp_param_groups.append(made)  # type: ignore[operator]
         for (name, old), held in zip(ours.items(), made.fsdp_params):
-            if self.params[name].chunk:
-                self._set(name, self._settled(old))
-                held.reset_sharded_param()
+            self._set(name, self._settled(old) if shared else old)
+            held.reset_sharded_param()
 
     def _table(self, name: str) -> Tensor:
         _, table, key = self.skeleton.tables[name]
@@ -286,14 +311,9 @@ class _Attach:
             table[key] = value
 
     def _hollow(self, param: Param) -> nn.Parameter:
-        """The rank's whole part without memory, as the engine expects it."""
-        shape = _local(param, self.place)
-        empty = torch.empty(shape, dtype=param.spec.dtype, device="meta")
-        own = self.place.own_axes(param)
-        if not own:
-            return nn.Parameter(empty, requires_grad=param.trainable)
-        whole = replace(param, chunk=None)
-        return on_mesh(empty, whole, self.place.submesh(own), placements_of(whole, self.place))  # type: ignore[return-value]
+        """The rank's whole part without memory."""
+        empty = torch.empty(_local(param, self.place), dtype=param.spec.dtype, device="meta")
+        return nn.Parameter(empty, requires_grad=param.trainable)
 
     def _settled(self, old: Tensor) -> Tensor:
         """Our parameter, in host memory where that is asked for."""
@@ -311,28 +331,6 @@ class _Attach:
         return CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()) if cpu else OffloadPolicy()
 
 
-@contextmanager
-def _shared_meshes() -> Iterator[None]:
-    """While the context lasts, meshes that are put together from the same ones are one object.
-
-    The engine puts them together anew for each parameter, which takes longer than all else that it does for it.
-    """
-    make: Any = DeviceMesh._concatenate
-    made: dict[tuple[int, ...], tuple[DeviceMesh, list[DeviceMesh]]] = {}  # parts are kept: their ids stay theirs
-
-    def once(parts: list[DeviceMesh]) -> DeviceMesh:
-        key = tuple(map(id, parts))
-        if key not in made:
-            made[key] = (make(parts), parts)
-        return made[key][0]
-
-    DeviceMesh._concatenate = staticmethod(once)  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        DeviceMesh._concatenate = staticmethod(make)  # type: ignore[method-assign]
-
-
 def _prefetch(units: list[Unit], depth: int) -> None:
     """Let each unit gather the ``depth`` ones that come after it, and in the backward the ones before it."""
     order = units[:-1]
@@ -341,11 +339,11 @@ def _prefetch(units: list[Unit], depth: int) -> None:
         unit.set_modules_to_backward_prefetch(order[max(0, i - depth) : i][::-1])  # type: ignore[operator]
 
 
-def _spread(skeleton: Skeleton, param: Param, place: Place, ways: int, managed: bool) -> None:
-    """Put a parameter on the mesh that the engine puts its own on: list ops and norms refuse to mix meshes."""
+def _spread(skeleton: Skeleton, param: Param, place: Place, ways: int) -> None:
+    """Put what data ranks repeat on the mesh of what they share out: list ops and norms refuse to mix meshes."""
     tables = [skeleton.tables[n][1:] for n in (param.name, *param.tied)]
     old = tables[0][0][tables[0][1]]
-    new = old if managed else on_mesh(shard_of(old), param, *spread_over(param, place, ways if ways > 1 else None))
+    new = on_mesh(shard_of(old), param, *spread_over(param, place, ways))
     restore_class(new, param, place)
     for table, key in tables:
         table[key] = new

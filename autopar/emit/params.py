@@ -166,14 +166,13 @@ def _placed(held: Held, axes: tuple[str, ...], at: Mapping[str, int]) -> tuple[B
 def wrap(local: Tensor, param: Param, place: Place) -> Tensor:
     """The rank's part as what the module registers: an nn.Parameter, or a buffer.
 
-    A parameter is a DTensor on its own axes, of class SegmentedDTensor where placements cannot say its rows; so is a
-    sharded buffer. Without such axes, and for other buffers, it is a plain tensor. A parameter that data ranks share
-    out is a DTensor on all axes.
+    A parameter is a DTensor on the data axes and its own, of class SegmentedDTensor where placements cannot say its
+    rows; a sharded buffer is one on its own. Without such axes, and for other buffers, it is a plain tensor.
     """
     held, own = held_of(param, place.mesh), place.own_axes(param)
     is_parameter = param.kind == "parameter"
-    if param.chunk is not None:
-        out = on_mesh(local, param, *spread_over(param, place, param.chunk.ways))
+    if is_parameter and place.summed_axes:
+        out = on_mesh(local, param, *spread_over(param, place, param.chunk.ways if param.chunk else None))
         restore_class(out, param, place)
         return out
     if not own or not (is_parameter or held.shards):

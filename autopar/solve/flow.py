@@ -70,6 +70,10 @@ class Flow:
         """Values that an op makes; None for what is no tensor."""
         return [self.at.get((node, i)) for i in range(len(specs(node)))]
 
+    def makers(self) -> dict[int, fx.Node]:
+        """The op that makes each value which one makes."""
+        return {v: node for node, _ in self.ops for v in self.outputs(node) if v is not None}
+
 
 def origin(node: fx.Node) -> Key:
     """The op and output number behind a node: through ``getitem``."""

@@ -11,7 +11,7 @@ from autopar.ir.layout import Piece, Shard, plain_shard
 from autopar.ir.mesh import TIME, Mesh
 from autopar.rules.arguments import arguments
 from autopar.rules.table import aten
-from autopar.solve.flow import Flow, is_op
+from autopar.solve.flow import Flow
 
 PRODUCTS = frozenset(
     {
@@ -90,7 +90,7 @@ def of_parameters(flow: Flow) -> tuple[set[int], set[int]]:
 
 def _behind(flow: Flow, node: fx.Node, arithmetic: Set[int] = frozenset()) -> set[int]:
     """Values behind a node's inputs, through moves, block arguments and ``arithmetic``, up to parameters."""
-    makers = {flow.at[key]: key[0] for key in flow.at if is_op(key[0])}
+    makers = flow.makers()
     feeds: dict[int, list[int]] = {}
     for g in flow.groups:
         for a in g.arguments:
@@ -111,7 +111,7 @@ def _behind(flow: Flow, node: fx.Node, arithmetic: Set[int] = frozenset()) -> se
 
 def repeated_parameters(flow: Flow, attentions: list[fx.Node]) -> set[int]:
     """Weights that make the keys and values of grouped attention: whole where the ranks share a group of heads."""
-    makers = {flow.at[key]: key[0] for key in flow.at if is_op(key[0])}
+    makers = flow.makers()
     found: set[int] = set()
     todo = [v for n in attentions for v in flow.inputs(n)[1:3]]
     seen: set[int] = set()
@@ -186,7 +186,7 @@ def grouped(flow: Flow) -> list[tuple[fx.Node, int, int]]:
 def repeats(flow: Flow) -> list[tuple[fx.Node, int, int]]:
     """(expand node, merged size, groups): dims repeated and merged, as hand-written grouped attention does."""
     found = []
-    makers = {flow.at[key]: key[0] for key in flow.at if is_op(key[0])}
+    makers = flow.makers()
     for node, _ in flow.ops:
         source = makers.get(flow.inputs(node)[0]) if node.target is aten.reshape.default else None
         if source is None or source.target is not aten.expand.default:

@@ -17,17 +17,12 @@ def check_engine(program: Program, after: str = "") -> None:
     where = f", after pass {after}" if after else ""
     for why in _faults(program, program.engine):
         raise AutoparError("engine-units", why + where, FIX)
+    engine = {n: g.axes for g in program.engine.groups for n in g.names}
     for param in program.params.values():
-        for axis in _summed(program, param):
+        for axis in engine.get(param.name, param.summed_over(program.mesh)):
             if param.kind == "parameter" and param.trainable and param.layout and param.layout.get(axis) != R:
                 why = f"{param.name}: {param.layout.get(axis)} on {axis}, where the engine sums its gradient"
                 raise AutoparError("double-reduction", why + where, FIX)
-
-
-def _summed(program: Program, param: Param) -> tuple[str, ...]:
-    """The axes over which the engine, or the reader, sums the parameter's gradient."""
-    assert program.engine is not None
-    return next((g.axes for g in program.engine.groups if param.name in g.names), param.summed_over(program.mesh))
 
 
 def _faults(program: Program, engine: Engine) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """The emitted module against the unsharded model, all ranks in one process."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -266,3 +267,30 @@ def test_a_failed_call_leaves_nothing_behind(text: str) -> None:
 
 def _fail(*_: Any) -> None:
     raise RuntimeError("on purpose")
+
+
+def test_the_engine_waits_for_the_first_gradient_and_keeps_the_parameters() -> None:
+    grads, loss = reference()
+    logits = tiny()(batch(0))["logits"].detach()
+
+    def body(pm: ParallelModule, place: Place) -> None:
+        before = dict(pm.named_parameters())
+        memory = [p._local_tensor.data_ptr() for p in before.values()]  # type: ignore[attr-defined]
+        with pytest.raises(AssertionError, match="does not support deepcopy"):
+            copy.deepcopy(pm)
+        with torch.no_grad():
+            torch.testing.assert_close(pm(mine(batch(0), place))["logits"], mine(logits, place))
+        assert not pm._engine.units and not any(p.grad is not None for p in before.values())
+        with pm.no_sync():
+            pm(mine(batch(0), place))["loss"].backward()
+        assert pm._engine.units and all(p.grad is None or n.endswith("scale") for n, p in before.items())
+        pm.zero_grad()
+        torch.testing.assert_close(pm.train_step(mine(batch(0), place)), loss)
+        agree(pm.full_gradients(), grads)
+        after = dict(pm.named_parameters())
+        assert all(after[n] is p for n, p in before.items())
+        assert [p._local_tensor.data_ptr() for p in after.values()] == memory  # type: ignore[attr-defined]
+        with pytest.raises(AssertionError, match="does not support deepcopy"):
+            copy.deepcopy(pm)
+
+    on_ranks("dp=2,tp=2", body)
