@@ -181,17 +181,18 @@ def _layout(flow: Flow, v: int) -> Layout:
 
 def start(program: Program) -> None:
     """Every value gets an empty layout, every reader empty requirements: no axis is decided yet."""
+    empty = Layout()
     for name, param in program.params.items():
-        program.params[name] = replace(param, layout=Layout())
+        program.params[name] = replace(param, layout=empty)
     for _, graph in program.graphs():
         for node in graph.nodes:
             if node.op == "output":
                 if graph is program.graph:
-                    node.meta["requires"] = (Layout(),) * len(program.outputs)
+                    node.meta["requires"] = (empty,) * len(program.outputs)
                 continue
             spec = node.meta.get("spec")
-            node.meta["layout"] = (Layout(),) * len(spec) if isinstance(spec, tuple) else Layout()
+            node.meta["layout"] = (empty,) * len(spec) if isinstance(spec, tuple) else empty
             if is_op(node):
-                node.meta["requires"] = (Layout(),) * len(tensor_args(node))
+                node.meta["requires"] = (empty,) * len(tensor_args(node))
             elif node.op == "call_module":
-                node.meta["requires"] = (Layout(),) * len(node.args)
+                node.meta["requires"] = (empty,) * len(node.args)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from autopar.ir.layout import local_shape
+from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import TIME
 from autopar.ir.program import Form, Program, Spec, specs, tensor_args
 from autopar.passes.base import Context, Pass
@@ -78,6 +78,13 @@ class _Graph:
     def run(self) -> list[str]:
         """Lower every node; the names of the handles in order."""
         mesh, at = self.program.mesh, self.program.at
+        made: dict[tuple[Spec, Layout], Spec] = {}
+
+        def local_of(spec: Spec, layout: Layout) -> Spec:
+            if (spec, layout) not in made:
+                made[spec, layout] = Spec(local_shape(spec.shape, layout, mesh, at), spec.dtype)
+            return made[spec, layout]
+
         for node in list(self.graph.nodes):
             if is_op(node):
                 inputs = tuple(layout_of(a) for a in tensor_args(node))
@@ -85,9 +92,7 @@ class _Graph:
         for node in self.graph.nodes:
             if "spec" in node.meta:
                 node.meta["global"] = node.meta["spec"]
-                local = tuple(
-                    Spec(local_shape(s.shape, lay, mesh, at), s.dtype) if isinstance(s, Spec) else s
-                    for s, lay in zip(specs(node), layouts(node))
-                )
+                pairs = zip(specs(node), layouts(node))
+                local = tuple(local_of(s, lay) if isinstance(s, Spec) else s for s, lay in pairs)
                 node.meta["spec"] = local if isinstance(node.meta["spec"], tuple) else local[0]
         return list(self.handles)

@@ -76,6 +76,8 @@ class _Resharder:
     def bring(self, value: fx.Node, wanted: Layout, reader: fx.Node) -> fx.Node:
         """``value`` in the layout that the reader wants."""
         have, owner = layout_of(value), value
+        if have == wanted:
+            return value
         for axis, src, dst in steps_between(have, wanted, bool(value.meta.get("diff"))):
             have = have.having(axis, dst)
             key = (owner, have)

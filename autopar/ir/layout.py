@@ -9,6 +9,7 @@ they cost as much on every rank. A local tensor keeps the order of the whole in 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from autopar.ir.mesh import Mesh
 
@@ -193,13 +194,14 @@ class Layout:
 
     def get(self, axis: str, default: Type = I) -> Type:
         """The type on ``axis``, or ``default`` where the mesh lacks it."""
-        return next((t for a, t in self.types if a == axis), default)
+        for a, t in self.types:
+            if a == axis:
+                return t
+        return default
 
     def having(self, axis: str, kind: Type) -> "Layout":
-        """This layout with another type on ``axis``, its place kept."""
-        if axis in dict(self.types):
-            return Layout(tuple((a, kind if a == axis else t) for a, t in self.types))
-        return Layout((*self.types, (axis, kind)))
+        """This layout with another type on ``axis``, its place kept; the same object for equal ones."""
+        return _having(self, axis, kind)
 
     def shards(self, dim: int | None = None) -> Iterable[tuple[str, Shard]]:
         """(axis, shard) of every axis that shards the value, or that shards ``dim``."""
@@ -209,6 +211,13 @@ class Layout:
     def partial(self) -> tuple[str, ...]:
         """The axes over which the value is a term of a sum."""
         return tuple(a for a, t in self.types if t == P)
+
+
+@lru_cache(maxsize=4096)
+def _having(layout: Layout, axis: str, kind: Type) -> Layout:
+    if axis in dict(layout.types):
+        return Layout(tuple((a, kind if a == axis else t) for a, t in layout.types))
+    return Layout((*layout.types, (axis, kind)))
 
 
 def _share(piece_: Piece, at: int, ways: int, of: int) -> int:

@@ -1,24 +1,32 @@
 """Write a solution's types into the program, and read back what earlier axes decided."""
 
+from dataclasses import replace
+
 from torch import fx
 
 from autopar.ir.layout import I, Layout, Shard, Type, overlap
-from autopar.ir.program import Program, specs, tensor_args
+from autopar.ir.program import Param, Program, specs, tensor_args
 from autopar.rules.relation import Assignment
 from autopar.solve.flow import Flow, is_op, origin, placeholders
 from autopar.solve.problem import Solution
 
+_UNKNOWN = Layout()
+
 
 def layouts(node: fx.Node) -> tuple[Layout, ...]:
     """The layouts of what the node returns."""
-    found = node.meta.get("layout", Layout())
-    return found if isinstance(found, tuple) else (found,) * max(1, len(specs(node)))
+    found = node.meta.get("layout", _UNKNOWN)
+    if isinstance(found, tuple):
+        return found
+    spec = node.meta.get("spec")
+    return (found,) * max(1, len(spec)) if isinstance(spec, tuple) else (found,)
 
 
 def layout_of(node: fx.Node) -> Layout:
     """The layout of the single value that ``node`` stands for."""
     owner, index = origin(node)
-    return layouts(owner)[index]
+    found = owner.meta.get("layout", _UNKNOWN)
+    return found[index] if isinstance(found, tuple) else layouts(owner)[index]
 
 
 def write(program: Program, flow: Flow, axis: str, found: Solution) -> None:
@@ -46,11 +54,9 @@ def write(program: Program, flow: Flow, axis: str, found: Solution) -> None:
             program.params[name] = _with(program, name, axis, found.types[flow.of(node)])
 
 
-def _with(program: Program, name: str, axis: str, kind: Type):  # type: ignore[no-untyped-def]
-    from dataclasses import replace
-
+def _with(program: Program, name: str, axis: str, kind: Type) -> Param:
     p = program.params[name]
-    return replace(p, layout=(p.layout or Layout()).having(axis, kind))
+    return replace(p, layout=(p.layout or _UNKNOWN).having(axis, kind))
 
 
 def _extend(node: fx.Node, axis: str, kinds: list[Type]) -> None:
@@ -78,8 +84,10 @@ def clash(kind: Type, layout: Layout) -> bool:
 
 def shares(flow: Flow, mesh_size: dict[str, int]) -> dict[int, float]:
     """The part of each value that a rank holds on the axes decided so far."""
-    out = {}
+    out: dict[int, float] = {}
     for (node, index), value in flow.at.items():
+        if value in out:  # in another of several equal layers
+            continue
         part = 1.0
         for axis, _ in layouts(node)[index].shards() if index < len(layouts(node)) else ():
             part /= mesh_size[axis]

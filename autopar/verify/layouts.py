@@ -28,9 +28,10 @@ def check_layouts(program: Program, after: str = "") -> None:
     its caller expects.
     """
     axes = annotated(program)
+    sound: set[int] = set()  # ids of layouts that share out no element twice
     for name, graph in program.graphs():
         for node in graph.nodes:
-            _check_digits(graph, node, name, after)
+            _check_digits(graph, node, name, after, sound)
             if is_op(node):
                 _check_op(axes, graph, node, name, after)
             elif node.op == "call_module" and program.form == Form.RESHARDED:
@@ -59,10 +60,13 @@ def _check_op(axes: list[str], graph: fx.Graph, node: fx.Node, name: str, after:
             raise fault("layout-mismatch", graph, node, f"on {axis}, {node.target} cannot take {types}", name, after)
 
 
-def _check_digits(graph: fx.Graph, node: fx.Node, name: str, after: str) -> None:
+def _check_digits(graph: fx.Graph, node: fx.Node, name: str, after: str, sound: set[int]) -> None:
     for layout in layouts(node) if "layout" in node.meta else ():
+        if id(layout) in sound:
+            continue
         if why := _shared_digit(layout):
             raise fault("layout-mismatch", graph, node, why, name, after)
+        sound.add(id(layout))
 
 
 @lru_cache(maxsize=4096)
@@ -82,13 +86,12 @@ def equal(have: Type, want: Type, node: fx.Node) -> bool:
 
 def annotated(program: Program) -> list[str]:
     """Axes that some pass has typed."""
-    found: dict[str, None] = {}
+    kinds: dict[int, Layout] = {}
     for _, graph in program.graphs():
         for node in graph.nodes:
             if "layout" in node.meta:
-                for layout in layouts(node):
-                    found.update(dict.fromkeys(a for a, _ in layout.types))
-    return list(found)
+                kinds.update((id(layout), layout) for layout in layouts(node))
+    return list(dict.fromkeys(a for layout in kinds.values() for a, _ in layout.types))
 
 
 def _check_call(program: Program, node: fx.Node, after: str) -> None:
@@ -100,6 +103,8 @@ def _check_call(program: Program, node: fx.Node, after: str) -> None:
 
 
 def _same(graph: fx.Graph, node: fx.Node, have: Layout, want: Layout, value: fx.Node, after: str) -> None:
+    if have == want:
+        return
     for axis, kind in want.types:
         if not equal(have.get(axis), kind, value):
             raise fault(
@@ -151,14 +156,19 @@ def check_params(program: Program, after: str = "") -> None:
 
     Raises AutoparError ``param-layout``, also where the graph takes a parameter otherwise than the table says.
     """
+    fine_as: set[tuple[Layout, Layout, bool]] = set()  # of layers that are alike one is looked at
     for node in placeholders(program.graph):
         if "param" not in node.meta:
             continue
         param = program.params[node.meta["param"]]
         held = param.layout or Layout()
-        for axis, kind in layout_of(node).types:
+        kind_of = (layout_of(node), held, bool(node.meta.get("diff")))
+        if kind_of in fine_as:
+            continue
+        for axis, kind in kind_of[0].types:
             want = R if program.mesh.is_summed(axis) else I
             fine = isinstance(kind, Shard) or equal(kind, want, node)
             if not fine or not equal(kind, held.get(axis), node):
                 why = f"{param.name} is {kind} on {axis}, held as {held.get(axis)}; whole it would be {want}"
                 raise fault("param-layout", program.graph, node, why, "", after)
+        fine_as.add(kind_of)

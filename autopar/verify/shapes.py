@@ -23,6 +23,7 @@ class _Shapes:
     def __init__(self, program: Program, graph: fx.Graph, name: str, after: str) -> None:
         self.program, self.graph, self.name, self.after = program, graph, name, after
         self.env: dict[fx.Node, Any] = {}
+        self.made: dict[Spec | None, torch.Tensor | None] = {}  # what placeholders and calls give, by their spec
 
     def run(self) -> None:
         with torch.no_grad():
@@ -35,7 +36,7 @@ class _Shapes:
         if "handle" in node.meta:
             return None
         if node.op != "call_function" or _is_runtime(node):
-            made = tuple(_meta(s) for s in specs(node))
+            made = tuple(self._meta(s) for s in specs(node))
             return made if isinstance(node.meta["spec"], tuple) else made[0]
         args: Any = fx.map_arg(node.args, lambda n: self.env[n])
         kwargs: Any = fx.map_arg(node.kwargs, lambda n: self.env[n])
@@ -55,9 +56,11 @@ class _Shapes:
         return value
 
 
+    def _meta(self, spec: Spec | None) -> torch.Tensor | None:
+        if spec not in self.made:
+            self.made[spec] = torch.empty(spec.shape, dtype=spec.dtype, device="meta") if spec else None
+        return self.made[spec]
+
+
 def _is_runtime(node: fx.Node) -> bool:
     return str(getattr(node.target, "__module__", "")).startswith("autopar.runtime")
-
-
-def _meta(spec: Spec | None) -> torch.Tensor | None:
-    return torch.empty(spec.shape, dtype=spec.dtype, device="meta") if spec else None
