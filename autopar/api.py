@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar.auto import decided, wants
 from autopar.checkpoint.live import Peers
 from autopar.checkpoint.safetensors import Weights, read_or_make
-from autopar.compile import Compiler, Variant, uncollected
+from autopar.compile import Compiler, Variant
 from autopar.emit.across import Across
 from autopar.emit.deferred import Deferred
 from autopar.emit.module import ParallelModule
@@ -23,6 +23,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement
 from autopar.ir.program import Param
 from autopar.runtime.agreement import Agreement
+from autopar.runtime.garbage import uncollected
 from autopar.runtime.heartbeat import PATIENCE, guard, start
 from autopar.runtime.random import Streams
 from autopar.strategy import Strategy
@@ -141,6 +142,8 @@ def _tensors(
 def mirror(module: ParallelModule, model: nn.Module) -> None:
     """Give the parallel module a place for each of the model's modules: in order, in its mode, with settings fixed."""
     named: dict[str, nn.Module] = {"": module}
+    classes: dict[type, frozenset[str]] = {}
+    ours: dict[type, frozenset[str]] = {}
     places: dict[int, nn.Module] = {}  # by the module that they stand for, which may have several names
     for name, original in model.named_modules(remove_duplicate=False):
         if name:
@@ -150,7 +153,9 @@ def mirror(module: ParallelModule, model: nn.Module) -> None:
         here = named[name]
         places.setdefault(id(original), here)
         here.training = original.training
-        here.__dict__["_compiled"] = settings_of(original) - vars(here).keys() - set(dir(type(here)))
+        kind = type(here)
+        ours[kind] = ours.get(kind) or frozenset(dir(kind))
+        here.__dict__["_compiled"] = settings_of(original, classes) - vars(here).keys() - ours[kind]
 
 
 def resolve(mesh: DeviceMesh | str | Mapping[str, int] | int | None, device: str) -> tuple[Mesh, DeviceMesh | None]:

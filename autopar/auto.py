@@ -8,13 +8,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.compile import Compiler, uncollected
+from autopar.compile import Compiler
 from autopar.errors import AutoparError
 from autopar.families import Example
 from autopar.ir.mesh import Mesh
 from autopar.planner import accelerator, given, plan
 from autopar.plans import Plan, Plans
 from autopar.runtime.agreement import everyones, of_the_first
+from autopar.runtime.garbage import uncollected
 from autopar.strategy import Strategy
 
 Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]

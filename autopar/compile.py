@@ -1,6 +1,5 @@
 """From a model and a way of calling it to a program for a rank; each way is compiled once."""
 
-import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from autopar.passes.placed import placed
 from autopar.passes.planned import plan
 from autopar.passes.zero import Zero
 from autopar.runtime.agreement import LIMIT, checksum, fingerprint, identity
+from autopar.runtime.garbage import uncollected
 from autopar.solve.batch import settle_outputs
 from autopar.strategy import Strategy
 from autopar.trace import Structure, Traced, trace
@@ -257,8 +257,9 @@ class Compiler:
         context.stages, context.unread = self.pinned_stages, self.unread or frozenset()
         records: list[Record] = []
         planned = plan(
-            program, self.strategy, self.mesh, context, train=loss_only, records=records, whole=traced.program
-        )
+            program, self.strategy, self.mesh, context, train=loss_only, records=records, whole=traced.program,
+            own=program is not traced.program,
+        )  # fmt: skip
         program, prologue = planned.local(context, self.at, records)
         program = placed(program, self.placement)
         self._tell(context.warnings)
@@ -293,18 +294,6 @@ class Compiler:
         new = [m for m in dict.fromkeys(messages) if m not in self.said]
         self.said.update(new)
         tell(new)
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """No automatic garbage collection meanwhile: what compiling makes stays, and to look through it takes as long."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager
@@ -343,12 +332,18 @@ def sums(programs: list[Program]) -> list[str]:
 
 def plan_text(program: Program) -> str:
     """Layouts of every value, as text: equal on ranks that planned alike."""
-    lines = []
+    lines: list[str] = []
+    known: dict[int, str] = {}  # of what many nodes share
+
+    def text(value: Any) -> str:
+        if id(value) not in known:
+            known[id(value)] = str(value)
+        return known[id(value)]
+
     for name, graph in program.graphs():
-        lines += [
-            f"{name} {n.format_node() or n.args} {n.meta.get('spec')} {n.meta.get('layout')} {n.meta.get('stage')}"
-            for n in graph.nodes
-        ]
+        for n in graph.nodes:
+            spec, layout, stage = (n.meta.get(key) for key in ("spec", "layout", "stage"))
+            lines.append(f"{name} {n.format_node() or n.args} {text(spec)} {text(layout)} {stage}")
     return "\n".join(lines)
 
 

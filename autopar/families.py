@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from autopar.compile import Loss, only_loss, precision_of, trace_in, uncollected
+from autopar.compile import Loss, only_loss, precision_of, trace_in
 from autopar.cost.family import Family, Primes, family
 from autopar.cost.hardware import Hardware, load
 from autopar.errors import AutoparError
@@ -17,6 +17,7 @@ from autopar.ir.program import Program
 from autopar.passes.base import Context
 from autopar.passes.microbatch import microbatch
 from autopar.passes.pipeline import parse, run
+from autopar.runtime.garbage import uncollected
 from autopar.solve.batch import settle_outputs
 from autopar.strategy import Strategy
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.compile import uncollected
 from autopar.cost import hardware as profiles
 from autopar.cost.candidates import SCHEDULES
 from autopar.cost.forms import Forms
@@ -22,6 +21,7 @@ from autopar.families import Example, families
 from autopar.ir.mesh import KNOWN_AXES, Mesh
 from autopar.passes.pipeline import parse
 from autopar.plans import Plan, Plans
+from autopar.runtime.garbage import uncollected
 from autopar.strategy import Strategy, written
 
 USABLE = 0.92  # of a device's memory: what is left by its context, the allocator and libraries

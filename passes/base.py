@@ -43,6 +43,10 @@ class Pass:
     requires: ClassVar[Form]
     produces: ClassVar[Form]
 
+    def idle(self, program: Program) -> bool:
+        """Whether there is nothing to do, since the mesh lacks the pass's axis."""
+        return False
+
     def rewrite(self, program: Program, context: Context) -> Program:
         """The rewritten program; ``program`` may be changed in place and returned."""
         raise NotImplementedError

@@ -68,9 +68,13 @@ class ContextParallel(Pass):
             why = f"context_parallel={self.kind!r} is none of ring, ulysses, ring:A+ulysses:B, auto"
             raise AutoparError("bad-strategy", why, "write ring, ulysses or, for cp=8, ring:2+ulysses:4")
 
+    def idle(self, program: Program) -> bool:
+        """See Pass."""
+        return program.mesh.size("cp") == 1
+
     def rewrite(self, program: Program, context: Context) -> Program:
         """See Pass."""
-        if program.mesh.size("cp") == 1:
+        if self.idle(program):
             return program
         best: tuple[float, Program, list[str]] | None = None
         first: AutoparError | None = None

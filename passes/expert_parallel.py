@@ -62,9 +62,13 @@ class ExpertParallel(Pass):
         if self.chunks is not None and self.chunks < 1:
             raise AutoparError("bad-strategy", f"expert_chunks is {self.chunks}", "at least 1, or None")
 
+    def idle(self, program: Program) -> bool:
+        """See Pass."""
+        return program.mesh.size(AXIS) == 1
+
     def rewrite(self, program: Program, context: Context) -> Program:
         """See Pass."""
-        if program.mesh.size(AXIS) == 1:
+        if self.idle(program):
             return program
         flow = flow_of(program)
         relations = relations_of(flow)

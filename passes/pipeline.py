@@ -98,16 +98,18 @@ def run(
     on_pass: Callable[[Pass, Program, Record], None] | None = None,
     records: list[Record] | None = None,
     verify: bool = True,
+    own: bool = False,
 ) -> Program:
     """Run the passes on a clone, checking the result of each; stop after the pass named ``after``.
 
     Args:
         on_pass: is given the program after each pass, which it may keep.
         records: is extended by what each pass did.
+        own: nobody else has the program, so that it may be changed in place.
 
     Raises AutoparError of the pass, ``wrong-form`` where a pass is out of place, or that of a failed check.
     """
-    context, mine = context or Context(), False
+    context, mine, checked = context or Context(), own, False
     for p in parse(passes) if isinstance(passes, str) else passes:
         if program.form != p.requires:
             raise AutoparError(
@@ -115,11 +117,13 @@ def run(
                 f"order the passes as {', '.join(PASSES)}",
             )  # fmt: skip
         start, before = time.perf_counter(), _size(program)
-        program = p.rewrite(program if mine else program.clone(), context)
-        mine = on_pass is None  # a program that nobody else has seen may be changed in place
-        assert program.form == p.produces or p.requires == p.produces
-        if verify:
-            check_program(program, str(p))
+        if not (checked and p.idle(program)):  # else it is as it was checked
+            program = p.rewrite(program if mine else program.clone(), context)
+            mine = on_pass is None  # a program that nobody else has seen may be changed in place
+            assert program.form == p.produces or p.requires == p.produces
+            if verify:
+                check_program(program, str(p))
+                checked = True
         record = Record(str(p), before, _size(program), time.perf_counter() - start)
         if records is not None:
             records.append(record)

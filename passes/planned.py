@@ -59,7 +59,7 @@ class Planned:
 
 def plan(
     program: Program, strategy: Strategy, mesh: Mesh, context: Context, *, train: bool, exact: bool = False,
-    records: list[Record] | None = None, whole: Program | None = None,
+    records: list[Record] | None = None, whole: Program | None = None, own: bool = False,
 ) -> Planned:  # fmt: skip
     """Run the strategy's passes up to ``localize`` on a trace.
 
@@ -68,36 +68,37 @@ def plan(
             the user chose none and they are coupled.
         exact: compute in the parameters' own dtypes, whatever the precision of the strategy.
         whole: the trace with all outputs. Where they read more than the loss does, stages are those of a call.
+        own: nobody else has the trace, so that it may be changed in place.
     """
     if whole is not None and mesh.size("pp") > 1 and not context.stages and _reads(whole) != _reads(program):
         call = _planned(whole, strategy, mesh, Context(context.hardware, strict=context.strict), 0, exact, None)
         context.stages = {n: p.stages for n, p in call.main.params.items() if p.stages}
     if not train:
-        return _planned(program, strategy, mesh, context, 0, exact, records)
+        return _planned(program, strategy, mesh, context, 0, exact, records, own)
     steps, notes = microbatches_of(strategy, program)
     try:
-        return _planned(_noted(program, notes), strategy, mesh, context, steps, exact, records)
+        return _planned(_noted(program, notes), strategy, mesh, context, steps, exact, records, own)
     except AutoparError as error:
         if error.slug != "batch-coupled-loss" or strategy.microbatches is not None:
             raise
         program = _noted(program, (f"1 microbatch: {error.message}",))
-        return _planned(program, strategy, mesh, context, 1, exact, records)
+        return _planned(program, strategy, mesh, context, 1, exact, records, own and steps > 1)
 
 
 def _planned(
     program: Program, strategy: Strategy, mesh: Mesh, context: Context, steps: int, exact: bool,
-    records: list[Record] | None,
+    records: list[Record] | None, own: bool = False,
 ) -> Planned:  # fmt: skip
     prologue = None
     if steps > 1:
         split = microbatch(program, steps, context)
-        program, prologue = split.main, split.prologue
+        program, prologue, own = split.main, split.prologue, False
     before = None if prologue is None else run(prologue, EARLY, Context(context.hardware))
     passes = passes_of(strategy, mesh, steps)
     if exact:
         passes = tuple(replace(p, precision="fp32") if isinstance(p, Zero) else p for p in passes)
     local = next((i for i, p in enumerate(passes) if p.name == "localize"), len(passes))
-    return Planned(run(program, passes[:local], context, records=records), before, passes[local:])
+    return Planned(run(program, passes[:local], context, records=records, own=own), before, passes[local:])
 
 
 def _reads(program: Program) -> dict[str, int]:

@@ -66,9 +66,13 @@ class TensorParallel(Pass):
     requires: ClassVar[Form] = Form.ANNOTATED
     produces: ClassVar[Form] = Form.ANNOTATED
 
+    def idle(self, program: Program) -> bool:
+        """See Pass."""
+        return program.mesh.size("tp") == 1
+
     def rewrite(self, program: Program, context: Context) -> Program:
         """See Pass."""
-        if program.mesh.size("tp") == 1:
+        if self.idle(program):
             return program
         flow = flow_of(program)
         program.mesh = sub_axes(program.mesh, flow) if context.mesh is None else _as_before(program.mesh, context.mesh)

@@ -1,8 +1,8 @@
 """Pass ``zero``: how the data axes hold parameters and reduce gradients."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import gcd, prod
 from typing import ClassVar
 
@@ -75,8 +75,15 @@ class Zero(Pass):
         axes = tuple(a for a in mesh.summed_axes if mesh.size(a) > 1)
         size = prod(mesh.size(a) for a in axes)
         ways = self._ways(size) if axes and self.stage else 1
-        homes = {n: unit for n, unit in managed(program).items() if self._manages(program.params[n], mesh)}
-        for name in homes:
+        manages: dict[Layout | None, bool] = {}
+        homes = {}
+        for name, unit in managed(program).items():
+            param = program.params[name]
+            if param.layout not in manages:
+                manages[param.layout] = self._manages(param, mesh)
+            if manages[param.layout]:
+                homes[name] = unit
+        for name in homes if ways > 1 else ():
             program.params[name] = replace(program.params[name], chunk=chunk_of(program.params[name], mesh, ways))
         copies = size // ways
         groups = tuple(_groups(program, homes, self.stage, ways))
@@ -147,21 +154,25 @@ def _groups(program: Program, homes: Mapping[str, str], stage: int, ways: int) -
     for name in sorted(homes, key=lambda n: order[homes[n]]):
         param = program.params[name]
         found.setdefault((homes[name], param.spec.dtype, param.summed_over(program.mesh)), []).append(name)
-    return [_group(program, unit, tuple(names), stage, ways) for (unit, _, _), names in found.items()]
+
+    @cache
+    def elements(shape: tuple[int, ...], layout: Layout) -> int:
+        return torch.Size(local_shape(shape, layout, program.mesh, at)).numel()
+
+    at = {a: program.at.get(a, 0) for a in program.mesh.names}
+    return [_group(program, unit, tuple(names), stage, ways, elements) for (unit, _, _), names in found.items()]
 
 
-def _group(program: Program, unit: str, names: tuple[str, ...], stage: int, ways: int) -> Group:
-    sizes = {n: _elements(program, program.params[n]) for n in names}
+def _group(
+    program: Program, unit: str, names: tuple[str, ...], stage: int, ways: int,
+    elements: Callable[[tuple[int, ...], Layout], int],
+) -> Group:  # fmt: skip
+    params = {n: program.params[n] for n in names}
+    sizes = {n: elements(p.spec.shape, p.layout or Layout()) for n, p in params.items()}
     trainable = sum(size for n, size in sizes.items() if program.params[n].trainable)
     first = program.params[names[0]]
     axes, own = first.summed_over(program.mesh), ways_of(first, program.mesh, ways)
     return Group(unit, first.spec.dtype, names, sum(sizes.values()), trainable, stage < 3 or not unit, axes, own)
-
-
-def _elements(program: Program, param: Param) -> int:
-    assert param.layout is not None
-    at = {a: program.at.get(a, 0) for a in program.mesh.names}
-    return torch.Size(local_shape(param.spec.shape, param.layout, program.mesh, at)).numel()
 
 
 def _refuse(what: str, fix: str) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.compile import uncollected
 from autopar.errors import AutoparError
 from autopar.presets import configuration
+from autopar.runtime.garbage import uncollected
 
 Kwargs = dict[str, Any]
 SHARPEN = 6.0

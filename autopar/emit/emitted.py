@@ -18,6 +18,7 @@ from autopar.errors import AutoparError
 from autopar.ir.program import Output, Param, Program
 from autopar.ir.units import users_of
 from autopar.runtime.dispatch import ROOM, dispatched_experts
+from autopar.runtime.garbage import uncollected
 from autopar.runtime.load import Loads
 from autopar.runtime.random import Streams
 
@@ -74,6 +75,7 @@ class Emitted:
         self.call.function = function_of(graph, "outer", SimpleNamespace(**self.sites, **made))
 
 
+@uncollected()
 def emit(
     program: Program,
     skeleton: Skeleton,

@@ -32,11 +32,12 @@ from torch.distributed.tensor import Shard as ShardPlacement
 
 from autopar.emit.params import Place, on_mesh, restore_class, shard_of, spread_over
 from autopar.emit.units import Skeleton, Unit
-from autopar.ir.layout import local_shape
+from autopar.ir.layout import Layout, local_shape
 from autopar.ir.program import Engine as Plan
-from autopar.ir.program import Group, Param, Program
+from autopar.ir.program import Group, Param, Program, Spec
 from autopar.passes.base import Context
 from autopar.passes.zero import Zero, ways_of
+from autopar.runtime.garbage import uncollected
 
 
 @dataclass
@@ -53,7 +54,8 @@ class Engine:
     def attach(self) -> None:
         """Let torch's engine wrap the units, if it does not yet."""
         if self.pending is not None:
-            self.units = self.pending()
+            with uncollected():
+                self.units = self.pending()
             self.pending = None
             if not self.sync:
                 self._set_sync(False)
@@ -227,8 +229,16 @@ def _uncopied(memo: dict[int, Any]) -> NoReturn:
 
 def _own(groups: Iterable[Group], params: Mapping[str, Param], place: Place) -> Iterator[Group]:
     """The groups of what this rank holds: the engine takes no parameter that is empty here, another rank's expert."""
+    empty: dict[tuple[Spec, Layout | None], bool] = {}
+
+    def is_empty(param: Param) -> bool:
+        kind = (param.spec, param.layout)
+        if kind not in empty:
+            empty[kind] = 0 in _local(param, place)
+        return empty[kind]
+
     for group in groups:
-        names = tuple(n for n in group.names if n in params and 0 not in _local(params[n], place))
+        names = tuple(n for n in group.names if n in params and not is_empty(params[n]))
         if names:
             yield replace(group, names=names)
 

@@ -71,9 +71,15 @@ for _name in (
     setattr(Container, _name, _hookless(_name))
 
 
-def settings_of(module: nn.Module) -> frozenset[str]:
-    """The names of what a module computes with besides its tensors: its attributes and children, and its class's."""
-    own = {*vars(module), *module._modules} - OWN
-    for cls in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
-        own |= {n for n, value in vars(cls).items() if not callable(value)}
+def settings_of(module: nn.Module, classes: dict[type, frozenset[str]] | None = None) -> frozenset[str]:
+    """The names of what a module computes with besides its tensors: its attributes and children, and its class's.
+
+    Args:
+        classes: those of classes, found once for many modules.
+    """
+    classes, kind = {} if classes is None else classes, type(module)
+    if kind not in classes:
+        above = kind.__mro__[: kind.__mro__.index(nn.Module)]
+        classes[kind] = frozenset(n for cls in above for n, value in vars(cls).items() if not callable(value))
+    own = ({*vars(module), *module._modules} - OWN) | classes[kind]
     return frozenset(n for n in own if not n.startswith("__"))

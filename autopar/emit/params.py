@@ -34,6 +34,7 @@ class Place:
     over: DeviceMesh | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _made: dict[Any, DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
+    _kinds: dict[Any, "_Kind"] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
     def of(mesh: Mesh, over: DeviceMesh | str) -> "Place":
@@ -163,31 +164,67 @@ def _placed(held: Held, axes: tuple[str, ...], at: Mapping[str, int]) -> tuple[B
     return (Box(tuple(start), tuple(sizes), (0,) * len(start)),) if 0 not in sizes else ()
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """What equal parameters of equal layers have in common.
+
+    Args:
+        shape: of the rank's part.
+        spec: over which mesh, and how, a DTensor of it lies; None where it is none.
+        plain: whether the placements say which rows each rank holds.
+    """
+
+    shape: tuple[int, ...]
+    spec: DTensorSpec | None
+    plain: bool
+
+
+def _kind(param: Param, place: Place) -> _Kind:
+    key = (param.kind, param.spec, param.layout, param.chunk, param.order)
+    if key not in place._kinds:
+        held, own = held_of(param, place.mesh), place.own_axes(param)
+        is_parameter, over = param.kind == "parameter", None
+        if is_parameter and place.summed_axes:
+            over = spread_over(param, place, param.chunk.ways if param.chunk else None)
+        elif own and (is_parameter or held.shards):
+            over = place.submesh(own), placements_of(param, place)
+        spec = None if over is None else _spec(param, param.spec.dtype, *over)
+        place._kinds[key] = _Kind(held.local_shape(place.at), spec, spec is None or is_plain(held, own))
+    return place._kinds[key]
+
+
 def wrap(local: Tensor, param: Param, place: Place) -> Tensor:
     """The rank's part as what the module registers: an nn.Parameter, or a buffer.
 
     A parameter is a DTensor on the data axes and its own, of class SegmentedDTensor where placements cannot say its
     rows; a sharded buffer is one on its own. Without such axes, and for other buffers, it is a plain tensor.
     """
-    held, own = held_of(param, place.mesh), place.own_axes(param)
-    is_parameter = param.kind == "parameter"
-    if is_parameter and place.summed_axes:
-        out = on_mesh(local, param, *spread_over(param, place, param.chunk.ways if param.chunk else None))
+    kind = _kind(param, place)
+    if kind.spec is None:
+        return nn.Parameter(local, requires_grad=param.trainable) if param.kind == "parameter" else local
+    same = local.dtype == param.spec.dtype
+    out = _dtensor(local, param, kind.spec if same else _spec(param, local.dtype, kind.spec.mesh, kind.spec.placements))
+    if not kind.plain:
         restore_class(out, param, place)
-        return out
-    if not own or not (is_parameter or held.shards):
-        return nn.Parameter(local, requires_grad=param.trainable) if is_parameter else local
-    out = on_mesh(local, param, place.submesh(own), placements_of(param, place))
-    restore_class(out, param, place)
     return out
 
 
 def on_mesh(local: Tensor, param: Param, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
     """A rank's part as a DTensor; a parameter where it is one."""
-    strides = torch.empty(param.spec.shape, dtype=param.spec.dtype, device="meta").stride()
-    meta = TensorMeta(torch.Size(param.spec.shape), strides, local.dtype)
-    out: Tensor = DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
-    return nn.Parameter(out, requires_grad=param.trainable) if param.kind == "parameter" else out
+    return _dtensor(local, param, _spec(param, local.dtype, mesh, placements))
+
+
+def _spec(param: Param, dtype: torch.dtype, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensorSpec:
+    strides = torch.empty(param.spec.shape, dtype=dtype, device="meta").stride()
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(param.spec.shape), strides, dtype))
+
+
+def _dtensor(local: Tensor, param: Param, spec: DTensorSpec) -> Tensor:
+    is_parameter = param.kind == "parameter"
+    out: Tensor = DTensor(local, spec, requires_grad=is_parameter and param.trainable)
+    if is_parameter:  # as ``nn.Parameter`` makes one of a DTensor, less a detour through its dispatch
+        out._is_param = True
+    return out
 
 
 def restore_class(x: Tensor, param: Param, place: Place) -> None:
@@ -231,15 +268,14 @@ def initialise(
         AutoparError: ``meta-initialiser`` or ``meta-buffer`` where a module cannot make its own tensors.
     """
     target = device or place.device
-    table: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    table |= dict(model.named_buffers(remove_duplicate=False))
-    table |= dict(values or {})
     local: dict[str, Tensor] = {}
     if target.type == "meta":
         for name, param in params.items():
-            shape = held_of(param, place.mesh).local_shape(place.at)
-            local[name] = torch.empty(shape, dtype=param.spec.dtype, device="meta")
+            local[name] = torch.empty(_kind(param, place).shape, dtype=param.spec.dtype, device="meta")
     else:
+        table: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        table |= dict(model.named_buffers(remove_duplicate=False))
+        table |= dict(values or {})
         for name, whole in _wholes(model, params, table, seed):
             local[name] = local_of(whole, params[name], place.mesh, place.at).to(target)
     return {name: wrap(local[name], param, place) for name, param in params.items()}

@@ -134,8 +134,9 @@ def checksum(tensors: Iterable[torch.Tensor], limit: int | None = None) -> int:
 
 def identity(model: nn.Module) -> str:
     """A hash of the names, shapes and dtypes of a model's tensors and of a sample of their values."""
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return fingerprint(*((n, tuple(t.shape), str(t.dtype), t.requires_grad, _sample(t)) for n, t in tensors))
+    held = ((path, {**m._parameters, **m._buffers}) for path, m in model.named_modules(remove_duplicate=False))
+    tensors = ((path, n, t) for path, own in held for n, t in own.items() if t is not None)
+    return fingerprint(*((*at, tuple(t.shape), str(t.dtype), t.requires_grad, _sample(t)) for *at, t in tensors))
 
 
 def _sample(tensor: Tensor) -> list[Any]:

@@ -55,7 +55,6 @@ class _Shapes:
                 raise fault("wrong-shape", self.graph, node, why, self.name, self.after)
         return value
 
-
     def _meta(self, spec: Spec | None) -> torch.Tensor | None:
         if spec not in self.made:
             self.made[spec] = torch.empty(spec.shape, dtype=spec.dtype, device="meta") if spec else None
