@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from autopar.errors import AutoparError
 from autopar.ir.layout import R
 from autopar.ir.printer import print_program
-from autopar.ir.program import Form, Program
+from autopar.ir.program import Form, Program, copy_graph
+from autopar.passes import pipeline
 from autopar.passes.base import Context, Pass
 from autopar.passes.data_parallel import DataParallel
 from autopar.passes.localize import Localize
@@ -152,3 +153,36 @@ def test_the_runner_verifies_what_a_pass_makes_and_names_it():
         run(TRACED, passes)
     assert "after pass breaks" in caught.value.message
     assert run(TRACED, passes, verify=False).form == Form.RESHARDED
+
+
+def test_a_pass_whose_axis_the_mesh_lacks_leaves_the_program_as_it_was_checked(monkeypatch):
+    checked, check = [], pipeline.check_program
+    monkeypatch.setattr(
+        pipeline, "check_program", lambda program, after: (checked.append(after), check(program, after))
+    )
+    forms, records = [], []
+    text = "data-parallel,expert-parallel,tensor-parallel,context-parallel,reshard"
+    run(TRACED, text, on_pass=lambda p, program, record: forms.append(program), records=records)
+    assert checked == ["data-parallel", "tensor-parallel", "reshard"] and unparse(parse(text)) == text
+    assert forms[1] is forms[0] and forms[3] is forms[2] and len({id(f) for f in forms}) == 3
+    assert [r.text for r in records] == text.split(",")
+    program = run(TRACED, "data-parallel")
+    node = next(n for n in program.graph.nodes if n.op == "placeholder" and "input" in n.meta)
+    node.meta["diff"], node.meta["layout"] = True, node.meta["layout"].having("tp", R)
+    with pytest.raises(AutoparError, match="after pass context-parallel"):
+        run(program, "context-parallel")
+
+
+def test_copies_of_graphs_are_equal_and_apart():
+    block = next(iter(TRACED.blocks.values())).graph if TRACED.blocks else TRACED.graph
+    copy = copy_graph(block)
+    copy.lint()
+    pairs = list(zip(block.nodes, copy.nodes, strict=True))
+    assert str(copy) == str(block) and all(a is not b and a.graph is block and b.graph is copy for a, b in pairs)
+    assert all(a.meta == b.meta and a.meta is not b.meta for a, b in pairs)
+    assert [len(a.users) for a, _ in pairs] == [len(b.users) for _, b in pairs]
+    assert [*copy.find_nodes(op="placeholder")] == [b for _, b in pairs if b.op == "placeholder"]
+    names, last = {n.name for n in copy.nodes}, [b for _, b in pairs if b.op == "call_function"][-1]
+    with copy.inserting_after(last):
+        new = copy.call_function(last.target, last.args, last.kwargs)
+    assert new.name not in names and len(copy.nodes) == len(block.nodes) + 1
