@@ -14,7 +14,7 @@ Graphs are ``torch.fx.Graph``. Keys of ``node.meta``:
     stage    on a node of the outer graph: the pipeline stage that computes it, where ``Program.stages`` is set
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import lru_cache
@@ -260,19 +260,25 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     """A copy of the graph with shallow copies of every ``meta``."""
     out = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    names = out._graph_namespace
     for node in graph.nodes:
-        args, kwargs = (fx.map_arg(x, env.__getitem__) if x else x for x in (node.args, node.kwargs))
-        # What Graph.node_copy does, but for a search for symbols among the arguments, which takes most of its time.
-        name = names.create_name(node.name, None)
-        new = fx.Node(out, name, node.op, node.target, args, kwargs, node.type)
-        names.associate_name_with_obj(name, new)
-        out._insert(new)
-        out._find_nodes_lookup_table.insert(new)
-        out._len += 1
-        new.meta = dict(node.meta)
-        env[node] = new
+        env[node] = copy_node(out, node, env)
     return out
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """A copy at the graph's insertion point, of arguments that ``env`` gives, with a shallow copy of ``meta``.
+
+    What ``Graph.node_copy`` does, but for a search for symbols among the arguments, which takes most of its time.
+    """
+    args, kwargs = (fx.map_arg(x, env.__getitem__) if x else x for x in (node.args, node.kwargs))
+    name = graph._graph_namespace.create_name(node.name, None)
+    new = fx.Node(graph, name, node.op, node.target, args, kwargs, node.type)
+    graph._graph_namespace.associate_name_with_obj(name, new)
+    graph._insert(new)
+    graph._find_nodes_lookup_table.insert(new)
+    graph._len += 1
+    new.meta = dict(node.meta)
+    return new
 
 
 def tensor_args(node: fx.Node) -> list[fx.Node]:

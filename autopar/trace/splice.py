@@ -5,6 +5,7 @@ from typing import Any
 from torch import fx
 
 from autopar.errors import AutoparError
+from autopar.ir.program import copy_node
 from autopar.trace.builder import Builder
 from autopar.trace.export import Exported
 from autopar.trace.fold import KEY_AT
@@ -56,8 +57,7 @@ class Layers:
         return self.build.params[self.first[f"{path}.{name}"]]
 
     def _copy(self, old: fx.Node, inner: dict[fx.Node, fx.Node], whole: fx.Node, path: str) -> fx.Node:
-        new = self.build.graph.node_copy(old, lambda n: inner[n])
-        new.meta = dict(old.meta)
+        new = copy_node(self.build.graph, old, inner)
         for key, prefix in (("call", whole.meta["call"]), ("module", path)):
             new.meta[key] = f"{prefix}.{old.meta[key]}" if old.meta.get(key) else prefix
         new.meta["source"] = old.meta.get("source") or whole.meta["source"]
