@@ -270,7 +270,8 @@ def copy_node(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, fx.Node]) ->
 
     What ``Graph.node_copy`` does, but for a search for symbols among the arguments, which takes most of its time.
     """
-    args, kwargs = (fx.map_arg(x, env.__getitem__) if x else x for x in (node.args, node.kwargs))
+    args = fx.map_arg(node.args, env.__getitem__) if node.args else ()
+    kwargs = fx.map_arg(node.kwargs, env.__getitem__) if node.kwargs else node.kwargs
     name = graph._graph_namespace.create_name(node.name, None)
     new = fx.Node(graph, name, node.op, node.target, args, kwargs, node.type)
     graph._graph_namespace.associate_name_with_obj(name, new)
