@@ -1,6 +1,6 @@
 """What a layer of experts costs one rank, routing balanced: its products, what it keeps, the rows that travel."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -8,6 +8,7 @@ from torch import fx
 
 from autopar.cost.compute import NodeCost, Shapes, Value, differentiable, is_view
 from autopar.cost.symbols import Number, product, ratio
+from autopar.ir import ops
 from autopar.ir.program import Spec, tensor_args
 from autopar.rules.arguments import arguments
 from autopar.rules.experts import exchange_axis, inside
@@ -102,6 +103,15 @@ def workspace(node: fx.Node, shapes: Shapes) -> Number:
         return 0
     rows = Rows.of(node, shapes)
     return rows.count * rows.out * rows.itemsize
+
+
+def dispatches(nodes: Iterable[fx.Node], shapes: Shapes) -> dict[str, Number]:
+    """``workspace`` of the largest of some layers, by the axis along which rows travel: they run one after the other."""
+    found = {}
+    for node in sorted((n for n in nodes if n.target is ops.experts), key=rows_bytes):
+        if (axis := exchange_axis(node)) is not None:
+            found[axis] = workspace(node, shapes)
+    return found
 
 
 def travel(node: fx.Node, shapes: Shapes) -> tuple[str, Number, Number] | None:

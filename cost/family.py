@@ -8,7 +8,7 @@ They hold wherever the layouts do: ``Family.allows``.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import sympy
 from torch import fx
@@ -101,6 +101,7 @@ class Unit:
         activations: bytes kept for the backward, where nothing, matmuls and attention, or inputs alone are kept
             ("none", "selective", "full" recompute); the others as ``cost.keep.keeps`` says.
         hidden: bytes of what goes on to the next unit. heads: (query bytes, key and value bytes) of attention.
+        dispatches: bytes held for a moment while rows travel to experts and back, by the axis that they travel along.
     """
 
     name: str
@@ -111,6 +112,7 @@ class Unit:
     activations: dict[str, Number]
     hidden: Number
     heads: tuple[Number, Number]
+    dispatches: dict[str, Number] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,8 @@ def _unit(
     work = tuple((times, kernel) for kernel, times in count.items() if times)
     sent = tuple(sorted((replace(m, calls=n) for m, n in messages.items()), key=str))
     held = {name: kept[name] for name in ("none", "selective", "full", "again", "sent", "transient", "alone")}
-    return Unit(name, calls, work, sent, parameters, held, kept["hidden"], (heads[0], heads[1]))
+    rows = experts.dispatches((n for _, nodes, _ in runs for n in nodes), shapes)
+    return Unit(name, calls, work, sent, parameters, held, kept["hidden"], (heads[0], heads[1]), rows)
 
 
 def _of_inputs(outer: fx.Graph) -> set[fx.Node]:

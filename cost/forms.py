@@ -30,6 +30,7 @@ class UnitTimes:
         activations: bytes by policy of recomputation. hidden: bytes passed on.
         heads: bytes of (queries, keys and values). parameters: elements by data axes.
         attention: seconds of it, (forward, backward). rows: elements of the widest matmul's result.
+        dispatches: bytes of rows on their way to experts, by the axis that they travel along.
     """
 
     forward: Array
@@ -43,6 +44,7 @@ class UnitTimes:
     parameters: dict[str, Array]
     attention: tuple[Array, Array]
     rows: Array
+    dispatches: dict[str, Array]
 
     def at(self, where: slice) -> "UnitTimes":
         """Some of the points."""
@@ -123,7 +125,8 @@ class UnitForms:
     @cached_property
     def _held(self) -> Polynomials:
         u = self.unit
-        return Polynomials.of([*(u.activations[p] for p in POLICIES), u.hidden, *u.heads, *u.parameters.values()])
+        held = (*(u.activations[p] for p in POLICIES), u.hidden, *u.heads)
+        return Polynomials.of([*held, *u.parameters.values(), *u.dispatches.values()])
 
     def times(self, points: Points, links: Links, hardware: Hardware) -> UnitTimes:
         """The unit on a grid. ``points``: arrays by ``b``, ``s`` and axis."""
@@ -147,7 +150,7 @@ class UnitForms:
         return UnitTimes(
             forward, backward, again, self._sent(points, links), (flops[0], flops[1]),
             dict(zip(POLICIES, held[:3])), held[3], (held[4], held[5]), dict(zip(self.unit.parameters, held[6:])),
-            (attention[0], attention[1]), widest,
+            (attention[0], attention[1]), widest, dict(zip(self.unit.dispatches, held[6 + len(self.unit.parameters) :])),
         )  # fmt: skip
 
     def _sent(self, points: Points, links: Links) -> dict[tuple[str, str], Array]:

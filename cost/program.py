@@ -17,7 +17,7 @@ from autopar.cost.compute import Shapes, differentiable, node_cost
 from autopar.cost.hardware import Hardware
 from autopar.cost.price import BACKWARD, FORWARD, Price, Traffic
 from autopar.cost.shares import Sizes, check_priced, layouts, local_shapes, local_value, mesh_sizes
-from autopar.cost.symbols import Number, axis_sizes, product
+from autopar.cost.symbols import Number, axis_sizes, maximum, product
 from autopar.cost.zero import Stage
 from autopar.ir import ops
 from autopar.ir.layout import I, Layout, R
@@ -270,6 +270,5 @@ def _memory(program: Program, shapes: Shapes, sizes: Sizes, training: bool, zero
 
 def _workspace(program: Program, shapes: Shapes) -> dict[str, Number]:
     """Bytes of the largest dispatch of rows to experts, where there is one; layers run one after the other."""
-    nodes = [n for _, graph in program.graphs() for n in graph.nodes if n.target is ops.experts]
-    found = [experts.workspace(n, shapes) for n in sorted(nodes, key=experts.rows_bytes)]
-    return {"workspace": found[-1]} if found and found[-1] != 0 else {}
+    found = experts.dispatches((n for _, graph in program.graphs() for n in graph.nodes), shapes)
+    return {"workspace": maximum(*found.values())} if found else {}

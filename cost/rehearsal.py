@@ -187,12 +187,13 @@ class _Step:
         one = float(units @ each) + received
         most = max(sum(moment) / len(moment) for moment in occupancies(self.schedule, rank))
         before, end = whole if self.m > most else 0.0, len(self.times) - 1
+        rows = float(np.broadcast_to(self.ranks.dispatches(), (self.pp, 1))[rank, 0])
         found = []
         for at in self._tops(units):
             block, behind = 0 < at < end, at != end and bool(units[-1])
             again, moment = map(float, self.extra[at][:2])
             inside = {"none": 0.0, "selective": again, "full": float(np.ravel(self.times[at].activations["none"])[0])}
-            work = moment + (inside[option.recompute] if block else 0.0)
+            work = moment + (inside[option.recompute] + rows if block else 0.0)
             found.append({
                 **held, "gathered": gathered + largest * block, "workspace": work,
                 "gradients": max(before, self._own(end) if behind else 0.0),

@@ -164,7 +164,8 @@ class Group(Work):
         work = np.where(self.ranked(self.counts[:, -1]) > 0, self.regime.workspace * last, 0.0)
         work = work + self.regime.copies * self.most([t.weight for t in self.times[1:-1]])
         held = {**self.states(), "gathered": self._gathered()}
-        return {**held, "activations": self._activations(), "workspace": work + self.regime.reserve}
+        work = work + self.dispatches() + self.regime.reserve
+        return {**held, "activations": self._activations(), "workspace": work}
 
     def _gathered(self) -> Array:
         """Copies that a rank computes from: of all its units, at stage 3 of two of them."""

@@ -222,6 +222,15 @@ class Work:
         """What compute that runs meanwhile does not hide."""
         return np.maximum(0.0, seconds - self.overlap * compute)
 
+    def dispatches(self) -> Array:
+        """Bytes of the largest dispatch of rows to experts of each row's units; none along an axis of one rank."""
+        out: Array = np.zeros(1)
+        for calls, unit in zip(self.counts.T, self.times):
+            for axis, held in unit.dispatches.items():
+                travels = (self.ranked(calls) > 0) & (self.c.sizes[axis] > 1)
+                out = np.maximum(out, np.where(travels, self.spread(held), 0.0))
+        return out
+
     def states(self) -> dict[str, Array]:
         """Bytes of parameters, gradients and optimizer state; none where they lie in host memory."""
         widths, zero, ours = self.regime.widths, self.c.zero, self.regime.engine

@@ -1,6 +1,6 @@
 """Pass ``tensor-parallel``: weights, heads, vocabulary and (with ``sequence``) positions over the ``tp`` axis."""
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import ClassVar
@@ -98,7 +98,7 @@ class TensorParallel(Pass):
 
             found = spread(flow, relations, seeds, allowed)
             _check_heads(program, flow, found, axis)
-            space = _Space(program, context, flow, found, axis, self.sequence, weights, exempt)
+            space = _Space(program, context, flow, found, axis, self.sequence, weights, exempt, allowed)
             solution = solve(flow, space.choices())
             context.warnings += report_opaque(flow, found, solution, axis, strict=context.strict)
             write(program, flow, axis, solution)
@@ -189,11 +189,12 @@ class _Space:
     sequence: bool
     weights: Weights
     exempt: set[int]
+    allowed: Callable[[int, Shard], bool]
 
     def choices(self) -> Choices:
         flow, mesh = self.flow, self.program.mesh
         options = {
-            n: [a for a in strategies(n, self.found.ports(flow, n), self.found.relations[n]) if not clashes(n, a)]
+            n: [a for a in strategies(n, self.found.ports(flow, n), self.found.relations[n]) if self._may(n, a)]
             for n, _ in flow.ops
         }
         left = shares(flow, {**dict(mesh.axes), TIME: mesh.microbatches})
@@ -215,6 +216,12 @@ class _Space:
             source_price=self._hold,
             convert_price=convert_price,
         )
+
+    def _may(self, node: fx.Node, a: Assignment) -> bool:
+        """Whether the axis may cut so what the op makes; an input that is whole may be cut for one op alone."""
+        made = zip(self.flow.outputs(node), a.outputs)
+        kept = all(self.allowed(v, t) for v, t in made if v is not None and isinstance(t, Shard))
+        return kept and not clashes(node, a)
 
     def _idle(self, node: fx.Node, a: Assignment, options: list[Assignment]) -> bool:
         """Whether an op that has no weight of its own could shard positions or features but stays whole."""

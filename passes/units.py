@@ -155,8 +155,18 @@ def _bytes(node: fx.Node) -> int:
 
 
 def priced(program: Program, layers: list[Layer], hardware: Hardware) -> list[Unit]:
-    """What each layer takes and holds."""
-    return list(units(program, hardware, [Piece(layer.name, tuple(layer.nodes)) for layer in layers]))
+    """What each layer takes and holds, with what is made of parameters alone where it is read."""
+    kind = kinds(program)
+    made = [dict.fromkeys(_made(layer.nodes, kind)) for layer in layers]
+    return list(units(program, hardware, [Piece(y.name, (*more, *y.nodes)) for y, more in zip(layers, made)]))
+
+
+def _made(nodes: Iterable[fx.Node], kind: dict[fx.Node, str]) -> Iterator[fx.Node]:
+    """What stands behind the nodes and reads parameters alone."""
+    for source in (n for node in nodes for n in node.all_input_nodes):
+        if kind[source] == LIGHT and source.op == "call_function":
+            yield from _made([source], kind)
+            yield source
 
 
 def held_bytes(program: Program, names: Iterable[str]) -> float:

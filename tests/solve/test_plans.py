@@ -11,10 +11,12 @@ from torch import fx
 
 from autopar.cli.models import load
 from autopar.compile import plan_text
+from autopar.cost.hardware import load as profile
 from autopar.ir import ops
 from autopar.ir.layout import I, P, R, Shard
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
+from autopar.passes.base import Context
 from autopar.passes.pipeline import run
 from autopar.trace import trace
 from tests.passes.models import traced
@@ -93,6 +95,16 @@ def test_llama_3_8b_on_eight_ranks_is_column_then_row(tokens: int) -> None:
         n.meta["spec"].shape for n in block.graph.nodes if n.target is ops.convert and n.args[1] == "tp" and P in n.args
     ]
     assert hidden == [(1, tokens, 4096)] * 2
+
+
+def test_the_residual_stream_keeps_its_features_where_memory_is_slow() -> None:
+    """Where sums of whole features take so long that parts of them, gathered for each product, would pay."""
+    program = run(published(1, 4096), "data-parallel,tensor-parallel,reshard", Context(profile("cpu")))
+    (block,) = program.blocks.values()
+    assert {kind for way in moved(block.graph) for kind in way} == {"all_reduce"}
+    assert {n: k for n, k in placed(program).items() if k == "S(1)"}.keys() == {
+        "self_attn.o_proj.weight", "mlp.down_proj.weight",
+    }  # fmt: skip
 
 
 def test_llama_3_8b_with_sequence_parallelism_gathers_and_scatters() -> None:
