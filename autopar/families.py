@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar.compile import Loss, only_loss, precision_of, trace_in
-from autopar.cost.family import Family, Primes, family
+from autopar.cost.closed import Family
+from autopar.cost.family import Primes, family
 from autopar.cost.hardware import Hardware, load
 from autopar.errors import AutoparError
 from autopar.ir import ops

@@ -10,21 +10,16 @@ from torch import Tensor, nn
 from autopar.cost import hardware as profiles
 from autopar.cost.candidates import SCHEDULES
 from autopar.cost.forms import Forms
-from autopar.cost.hardware import Hardware
-from autopar.cost.memory import Widths
-from autopar.cost.regime import Regime
-from autopar.cost.search import Found, search
-from autopar.cost.space import ENGINES, Space
-from autopar.cost.table import size
+from autopar.cost.regime import Regime, ours
+from autopar.cost.space import ENGINES
 from autopar.errors import AutoparError
 from autopar.families import Example, families
 from autopar.ir.mesh import KNOWN_AXES, Mesh
 from autopar.passes.pipeline import parse
-from autopar.plans import Plan, Plans
+from autopar.plans import Plans
+from autopar.ranking import cluster_of, planned, space_of
 from autopar.runtime.garbage import uncollected
 from autopar.strategy import Strategy, written
-
-USABLE = 0.92  # of a device's memory: what is left by its context, the allocator and libraries
 
 
 @uncollected()
@@ -57,23 +52,16 @@ def plan(
     Raises AutoparError ``unknown-hardware``, ``bad-cluster``, ``bad-strategy``, ``input-structure``, and what tracing
     raises.
     """
-    machine = profiles.load(cluster)
-    if not machine.ranks:
-        raise AutoparError("bad-cluster", f"cluster {cluster!r} has no number of devices", "write NAMExN, as h100x64")
+    machine = cluster_of(cluster)
     own = given(strategy)
     precision = _agreed("precision", precision, own.get("precision"), "bf16")
     _agreed("hardware", machine.name, own.get("hardware"), "")
     example = Example.of(args, kwargs or {})
     made = families(model, args, kwargs or {}, hardware=machine, loss=loss, precision=precision)
-    forms = [Forms(f) for f in made.values()]
     positions = sequence or example.positions or 1
     fixed = _fixed(mesh, machine.ranks)
-    space = Space(
-        machine.ranks, machine.node, batch or 4 * machine.ranks, positions, axes, own.get("offload") == "cpu", fixed,
-        tuple(own.items()),
-    )  # fmt: skip
-    regime = regime_of(model, precision)
-    return planned(forms, machine, space, regime, count)
+    space = space_of(machine, batch, positions, axes, fixed, tuple(own.items()))
+    return planned([Forms(f) for f in made.values()], machine, space, regime_of(model, precision), count)
 
 
 def _fixed(mesh: Mapping[str, int] | str | None, ranks: int) -> tuple[tuple[str, int], ...]:
@@ -115,32 +103,14 @@ def _agreed(name: str, one: str | None, other: str | None, default: str) -> str:
     return one or other or default
 
 
-def planned(forms: list[Forms], machine: Hardware, space: Space, regime: Regime, count: int) -> Plans:
-    """Search the families and make plans of what is found."""
-    limit = USABLE * machine.memory_bytes
-    found = search(forms, machine, space, regime, limit)
-    tokens = space.batch * space.positions
-
-    def wrap(options: list[Any]) -> tuple[Plan, ...]:
-        return tuple(Plan(o, machine, tokens, found) for o in options)
-
-    best, notes = list(found.ranked[:count]), _notes(forms, space)
-    hint = "" if best else "\n".join((_hint(found, forms, machine, space, regime), *notes))
-    return Plans(wrap(best), wrap(list(found.front)), found, hint, notes)
-
-
-def _notes(forms: list[Forms], space: Space) -> tuple[str, ...]:
-    """Axes of the space that no plan of the model has, and why."""
-    if "pp" not in space.axes or any(f.family.order for f in forms):
-        return ()
-    return ("no plan has stages (pp): they begin with layers that repeat, and the model has none",)
-
-
 def regime_of(model: nn.Module, precision: str) -> Regime:
     """How the engine holds a model's states: parameters, gradients and both moments of AdamW in their own dtype."""
-    own = next((p.dtype.itemsize for p in model.parameters() if p.is_floating_point()), 4)
-    low = 2 if precision == "bf16" else own
-    return Regime(widths=Widths(own, own, 2 * own), compute_width=low, reduce_width=own, update=7.0 * own)
+    return ours(width_of(model), precision)
+
+
+def width_of(model: nn.Module) -> int:
+    """Bytes of an element of the model's parameters."""
+    return next((p.dtype.itemsize for p in model.parameters() if p.is_floating_point()), 4)
 
 
 def accelerator() -> str:
@@ -153,35 +123,3 @@ def accelerator() -> str:
         fix = f"give a mesh and a strategy; there are profiles of {', '.join(profiles.names())}"
         raise AutoparError("unknown-hardware", f'strategy="auto": no profile of {device!r}', fix)
     return found
-
-
-def _hint(found: Found, forms: list[Forms], machine: Hardware, space: Space, regime: Regime) -> str:
-    """What is over by how much, and the first of a few changes that fits."""
-    least = found.least
-    if not least:
-        own = ", ".join(f"{k}={v}" for k, v in (*space.fixed, *space.given))
-        return (
-            f"no mesh of {space.ranks} devices{own and f' with {own}'} divides the model and a batch of {space.batch}; "
-            f"change the batch{own and ', or leave out a part of that'}"
-        )
-    kind = max(least[0].memory, key=lambda k: least[0].memory[k])
-    over = least[0].peak - found.limit
-    text = (
-        f"nothing fits: the smallest needs {size(least[0].peak)} a device, {size(over)} over {size(found.limit)} "
-        f"({kind} {size(least[0].memory[kind])}): {least[0].words}"
-    )
-    for words, changed in _relaxed(space):
-        if search(forms, machine, changed, regime, found.limit).ranked:
-            return f"{text}\nfits with {words}"
-    return f"{text}\nneither 16 times the devices nor a sixteenth of the sequence fits"
-
-
-def _relaxed(space: Space) -> list[tuple[str, Space]]:
-    """Changes from small to large: shorter rows, more devices."""
-    out = []
-    for factor in (2, 4, 8, 16):
-        if space.positions % factor == 0 and space.positions // factor > 1:
-            out.append((f"sequence {space.positions // factor}", replace(space, positions=space.positions // factor)))
-        more = replace(space, ranks=space.ranks * factor, batch=max(space.batch, space.ranks * factor))
-        out.append((f"{space.ranks * factor} devices", more))
-    return out

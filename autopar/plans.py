@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.table import Table as Grid
 
@@ -80,7 +79,7 @@ class Plan:
     @property
     def mfu(self) -> float:
         """Model flops over what all devices could do meanwhile in bfloat16."""
-        return self.option.flops / (self.seconds * self.ranks * self.hardware.flops_per_second(torch.bfloat16))
+        return self.option.flops / (self.seconds * self.ranks * self.hardware.flops_per_second("bfloat16"))
 
     def neighbours(self) -> list[tuple[str, Option]]:
         """For each single change (one field, or one factor of two moved between two axes) the best such option."""

@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 from autopar.cost.candidates import SCHEDULES, Candidates
-from autopar.cost.family import Family
+from autopar.cost.closed import Family
 from autopar.cost.forms import POLICIES, Forms
 from autopar.cost.hardware import Hardware, load, names
-from autopar.cost.memory import Widths
-from autopar.cost.regime import FSDP, MEGATRON, NANOTRON, Regime
+from autopar.cost.regime import FSDP, MEGATRON, NANOTRON, Regime, Widths
 from autopar.cost.step import Steps, steps
 from autopar.errors import AutoparError
 from autopar.families import families

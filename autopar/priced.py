@@ -15,8 +15,9 @@ from autopar.cost.space import Space
 from autopar.errors import AutoparError
 from autopar.families import Example, families
 from autopar.ir.mesh import Mesh
-from autopar.planner import USABLE, planned, regime_of
+from autopar.planner import regime_of
 from autopar.plans import Plan
+from autopar.ranking import USABLE, planned
 
 FIELDS = (
     "sequence_parallel", "zero", "zero_shard_size", "microbatches", "schedule", "virtual_stages", "recompute",

@@ -106,7 +106,7 @@ def workspace(node: fx.Node, shapes: Shapes) -> Number:
 
 
 def dispatches(nodes: Iterable[fx.Node], shapes: Shapes) -> dict[str, Number]:
-    """``workspace`` of the largest of some layers, by the axis along which rows travel: they run one after the other."""
+    """``workspace`` of the largest of some layers, which run one by one, by the axis along which rows travel."""
     found = {}
     for node in sorted((n for n in nodes if n.target is ops.experts), key=rows_bytes):
         if (axis := exchange_axis(node)) is not None:

@@ -8,15 +8,16 @@ They hold wherever the layouts do: ``Family.allows``.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import sympy
 from torch import fx
 
 from autopar.cost import communication, experts
+from autopar.cost.closed import Family, Kernel, Message, Unit
 from autopar.cost.compute import Shapes, Value, bound, differentiable
 from autopar.cost.keep import FIRST, LAST, gathers, keeps
-from autopar.cost.kernels import Kernel, kernels
+from autopar.cost.kernels import kernels
 from autopar.cost.price import BACKWARD, FORWARD
 from autopar.cost.shares import layouts, local_value
 from autopar.cost.symbols import Number, axis_sizes, product, ratio
@@ -72,71 +73,6 @@ class Primes:
                 length //= prime
                 out = out * whole
         return length * out
-
-
-@dataclass(frozen=True)
-class Message:
-    """A collective of one unit on one mesh axis: bytes of the whole value; ``again``: a repeated gather.
-
-    ``calls``: how often a call of the unit issues it; what stands between two blocks counts as a part. ``given``: of
-    what inputs alone make (a count of tokens), which every context rank has for all positions.
-    """
-
-    axis: str
-    collective: str
-    when: str
-    bytes: Number
-    again: bool = False
-    calls: float = 1
-    given: bool = False
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A kind of block, or what stands before (``first``) or behind (``last``) the blocks; per call and microbatch.
-
-    Args:
-        calls: instances in the model. kernels, messages: what runs and what is sent.
-        parameters: elements on one rank by the data axes over which gradients are summed (``dp+ep``, or ``dp``).
-        activations: bytes kept for the backward, where nothing, matmuls and attention, or inputs alone are kept
-            ("none", "selective", "full" recompute); the others as ``cost.keep.keeps`` says.
-        hidden: bytes of what goes on to the next unit. heads: (query bytes, key and value bytes) of attention.
-        dispatches: bytes held for a moment while rows travel to experts and back, by the axis that they travel along.
-    """
-
-    name: str
-    calls: int
-    kernels: tuple[tuple[float, Kernel], ...]
-    messages: tuple[Message, ...]
-    parameters: dict[str, Number]
-    activations: dict[str, Number]
-    hidden: Number
-    heads: tuple[Number, Number]
-    dispatches: dict[str, Number] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Family:
-    """Closed forms of one set of layouts.
-
-    Args:
-        sequence: whether positions are sharded over ``tp``. units: first, blocks in order of the model, last.
-        order: the unit's index of each block call. divisors: by axis, lengths that its size must divide.
-        tied: elements that both first and last unit hold. length: whether there are positions to shard.
-        parts: whether a step can run in microbatches.
-    """
-
-    sequence: bool
-    units: tuple[Unit, ...]
-    order: tuple[int, ...]
-    divisors: dict[str, frozenset[int]]
-    tied: Number = 0
-    length: bool = True
-    parts: bool = True
-
-    def allows(self, axis: str, size: int) -> bool:
-        """Whether the layouts hold with so many ranks along the axis."""
-        return all(n % size == 0 for n in self.divisors.get(axis, ()))
 
 
 def family(

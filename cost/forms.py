@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from autopar.cost.balance import even_starts
-from autopar.cost.family import Family, Unit
+from autopar.cost.closed import Family, Kernel, Unit
 from autopar.cost.hardware import Hardware
-from autopar.cost.kernels import Kernel
 from autopar.cost.links import Links
 from autopar.cost.polynomials import Array, Polynomials
 from autopar.cost.price import BACKWARD, FORWARD
@@ -31,6 +30,7 @@ class UnitTimes:
         heads: bytes of (queries, keys and values). parameters: elements by data axes.
         attention: seconds of it, (forward, backward). rows: elements of the widest matmul's result.
         dispatches: bytes of rows on their way to experts, by the axis that they travel along.
+        once: as ``messages``, of what inputs alone make: sent once in a step, whatever its microbatches.
     """
 
     forward: Array
@@ -45,6 +45,7 @@ class UnitTimes:
     attention: tuple[Array, Array]
     rows: Array
     dispatches: dict[str, Array]
+    once: dict[tuple[str, str], Array]
 
     def at(self, where: slice) -> "UnitTimes":
         """Some of the points."""
@@ -99,8 +100,9 @@ class Forms:
         point: dict[str, Any] = {"b": 1.0, "s": 4096.0, "tp": 1.0, "cp": 1.0, "ep": 1.0, "dp": 1.0}
         found = []
         for unit in self.family.units:
-            flops = [count * (k.flops[0] + k.flops[1]) for count, k in unit.kernels if k.kind != "memory"]
-            found.append(float(Polynomials.of([sum(flops)])(point)[0]) if flops else 0.0)
+            heavy = [(count, k.flops) for count, k in unit.kernels if k.kind != "memory"]
+            flops = Polynomials.of([way for _, ways in heavy for way in ways])(point)
+            found.append(float(flops.reshape(-1, 2).sum(axis=1) @ np.array([count for count, _ in heavy])))
         return tuple(found)
 
 
@@ -147,19 +149,24 @@ class UnitForms:
             flops[0] += times * row[0] * turns
             flops[1] += times * row[1] * turns
         held = self._held(points)
+        sent = self._sent(points, links)
+        kept, elements = held[:6], dict(zip(self.unit.parameters, held[6:]))
+        rows = dict(zip(self.unit.dispatches, held[6 + len(elements) :]))
         return UnitTimes(
-            forward, backward, again, self._sent(points, links), (flops[0], flops[1]),
-            dict(zip(POLICIES, held[:3])), held[3], (held[4], held[5]), dict(zip(self.unit.parameters, held[6:])),
-            (attention[0], attention[1]), widest, dict(zip(self.unit.dispatches, held[6 + len(self.unit.parameters) :])),
+            forward, backward, again, sent[False], (flops[0], flops[1]),
+            dict(zip(POLICIES, kept[:3])), kept[3], (kept[4], kept[5]), elements, (attention[0], attention[1]), widest,
+            rows, sent[True],
         )  # fmt: skip
 
-    def _sent(self, points: Points, links: Links) -> dict[tuple[str, str], Array]:
-        out: dict[tuple[str, str], Any] = {}
+    def _sent(self, points: Points, links: Links) -> tuple[dict[tuple[str, str], Array], dict[tuple[str, str], Array]]:
+        """Seconds of what each microbatch sends, and of what is sent once in a step."""
+        out: tuple[dict[tuple[str, str], Any], dict[tuple[str, str], Any]] = ({}, {})
         for message, whole in zip(self.unit.messages, self._messages(points)):
             also = ("cp",) if message.axis == "dp" and not message.given else ()  # sums over positions, too
+            mine = out[message.given]
             for axis in (message.axis, *also):
                 seconds = message.calls * links.seconds(message.collective, whole, axis)
-                out[axis, message.when] = out.get((axis, message.when), 0) + seconds
+                mine[axis, message.when] = mine.get((axis, message.when), 0) + seconds
         return out
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import sympy
 from rich.table import Table
 
+from autopar.cost.closed import Family, Unit
 from autopar.cost.communication import collective_bytes
-from autopar.cost.family import AXES, Family, Unit
+from autopar.cost.family import AXES
 from autopar.cost.symbols import Number
 
 
@@ -31,18 +32,21 @@ def formulas(family: Family) -> Iterator[Table]:
 def terms(unit: Unit) -> dict[str, Number]:
     """Every term of a unit's cost that is not zero: flops by kind, bytes by collective, bytes held."""
     out: dict[str, Number] = defaultdict(int)
-    for count, kernel in unit.kernels:
+    made: Any = unit  # of a program: its numbers are expressions, not those that were read from text
+    for count, kernel in made.kernels:
         for part, flops, moved in zip(("forward", "backward"), kernel.flops, kernel.bytes):
             if kernel.kind != "memory":
                 out[f"{kernel.kind} flops, {part}"] += count * flops
             out[f"memory traffic, {part}"] += count * moved
-    for m in unit.messages:
+    for m in made.messages:
         sent = m.calls * collective_bytes(m.collective, m.bytes, AXES[m.axis])
         out[f"{m.axis} {m.collective}, {m.when}{' again' if m.again else ''}"] += sent
-    for axes, elements in unit.parameters.items():
+    for axes, elements in made.parameters.items():
         out[f"parameters summed over {axes or 'none'}"] += elements
-    for policy, held in unit.activations.items():
+    for policy, held in made.activations.items():
         out[f"activations, recompute={policy}"] += held
+    for axis, held in made.dispatches.items():
+        out[f"rows on their way to experts, {axis}"] += held
     return {term: value for term, value in out.items() if value != 0}
 
 

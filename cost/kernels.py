@@ -7,33 +7,18 @@ That is what norms, rotary embeddings, gated activations and losses are in train
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
+from autopar.cost.closed import Kernel
 from autopar.cost.compute import Shapes, differentiable, is_view, node_cost, op_name
+from autopar.cost.hardware import dtype_name
 from autopar.cost.memory import Saved, moves_nothing, saved, storage
 from autopar.cost.program import work_dtype
 from autopar.cost.symbols import Number
 from autopar.ir import ops
 from autopar.ir.program import tensor_args
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """Work of one launch on one rank, forward and backward: flops, bytes moved.
-
-    Args:
-        kind: matmul, attention or memory. dims: (m, n, k) of a matmul. dtype: that it computes in.
-    """
-
-    kind: str
-    flops: tuple[Number, Number]
-    bytes: tuple[Number, Number]
-    dims: tuple[Number, Number, Number] | None
-    dtype: torch.dtype
 
 
 def kernels(graph: fx.Graph, shapes: Shapes, fused: bool = False) -> list[tuple[fx.Node, Kernel]]:
@@ -52,7 +37,7 @@ def kernels(graph: fx.Graph, shapes: Shapes, fused: bool = False) -> list[tuple[
         cost = node_cost(node, shapes)
         if cost.kind != "free":
             flops, moved = (cost.flops, cost.backward_flops), (cost.bytes, cost.backward_bytes)
-            out.append((node, Kernel(cost.kind, flops, moved, cost.matmul, work_dtype(node))))
+            out.append((node, Kernel(cost.kind, flops, moved, cost.matmul, dtype_name(work_dtype(node)))))
     return out
 
 
@@ -134,7 +119,9 @@ def _fused(inside: list[fx.Node], shapes: Shapes) -> Kernel:
     flops: Number = sum(node_cost(n, shapes).flops for n in inside)
     back = any(differentiable(n) for n in made)
     backward = (2 * flops, taken + written + gradients) if back else (0, 0)
-    return Kernel("memory", (flops, backward[0]), (taken + written, backward[1]), None, work_dtype(inside[-1]))
+    return Kernel(
+        "memory", (flops, backward[0]), (taken + written, backward[1]), None, dtype_name(work_dtype(inside[-1]))
+    )
 
 
 def _bytes(node: fx.Node, shapes: Shapes) -> Any:

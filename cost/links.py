@@ -51,6 +51,14 @@ def send_seconds(hardware: Hardware, count: Any, across: Any) -> Array:
     return np.where(across, outer, inner)
 
 
+def ring_sums(queries: Any, ways: Any) -> Any:
+    """Bytes that a ring moves on each way to add up what its turns give: sums in float32, and a result.
+
+    ``queries``: bytes of a rank's. Forward they are sums of results, backward of gradients.
+    """
+    return (ways - 1) * 5 * queries / 2
+
+
 def collective_seconds(hardware: Hardware, collective: str, whole: Any, ways: Any, stride: Any) -> Array:
     """``communication.collective_seconds`` over ``communication.link_between``, in arrays."""
     inner, outer = hardware.inner, hardware.outer

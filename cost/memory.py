@@ -34,21 +34,12 @@ from autopar.cost.compute import (
     words,
 )
 from autopar.cost.local import IDENTITIES, STEPS
+from autopar.cost.regime import Widths
 from autopar.cost.symbols import Number, product, ratio
 from autopar.ir import ops
 from autopar.ir.layout import Shard
 from autopar.ir.program import Program, tensor_args
 from autopar.runtime import loss
-
-
-@dataclass(frozen=True)
-class Widths:
-    """Bytes an element of parameter, gradient and optimizer state."""
-
-    parameter: int
-    gradient: int
-    optimizer: int
-
 
 MIXED_ADAM = Widths(2, 2, 12)
 """fp16 weights and gradients; fp32 master weights, momentum and variance (arXiv:1910.02054, section 3.1)."""

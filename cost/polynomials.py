@@ -2,14 +2,25 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from numbers import Real
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import sympy
 
-from autopar.cost.symbols import Number
+if TYPE_CHECKING:
+    import sympy
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """A sum of products of powers: factors, and the powers that each multiplies."""
+
+    terms: tuple[tuple[float, frozenset[tuple[str, int]]], ...]
+
+
+Expression: TypeAlias = "int | float | sympy.Expr | Terms"
 
 
 @dataclass(frozen=True)
@@ -25,9 +36,9 @@ class Polynomials:
     coefficients: Array
 
     @staticmethod
-    def of(expressions: Sequence[Number]) -> "Polynomials":
+    def of(expressions: Sequence[Expression]) -> "Polynomials":
         """From numbers and expressions. Raises ValueError for what is no sum of products of powers."""
-        terms = [_terms(e) for e in expressions]
+        terms = [terms_of(e) for e in expressions]
         names = sorted({name for t in terms for powers in t for name, _ in powers})
         index: dict[frozenset[tuple[str, int]], int] = {}
         for t in terms:
@@ -55,9 +66,14 @@ class Polynomials:
         return np.tensordot(self.coefficients, grid, axes=1)
 
 
-def _terms(expression: Number) -> dict[frozenset[tuple[str, int]], float]:
-    if not isinstance(expression, sympy.Basic):
+def terms_of(expression: Expression) -> dict[frozenset[tuple[str, int]], float]:
+    """Factors by powers of the variables. Raises ValueError for what is no sum of products of powers."""
+    if isinstance(expression, Terms):
+        return {powers: factor for factor, powers in expression.terms}
+    if isinstance(expression, Real):
         return {frozenset(): float(expression)} if expression else {}
+    import sympy  # not loaded where forms come from text
+
     out: dict[frozenset[tuple[str, int]], float] = {}
     for product, factor in sympy.expand(expression).as_coefficients_dict().items():
         powers = []

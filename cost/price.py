@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from autopar.cost.symbols import Number, evaluate
+if TYPE_CHECKING:
+    from autopar.cost.symbols import Number
 
 FORWARD, BACKWARD, GRADIENT = "forward", "backward", "gradient"
 
@@ -23,8 +25,8 @@ class Traffic:
     collective: str
     when: str
     calls: int
-    bytes: Number
-    seconds: Number
+    bytes: "Number"
+    seconds: "Number"
 
 
 @dataclass(frozen=True)
@@ -42,36 +44,36 @@ class Price:
 
     hardware: str
     mesh: str
-    ranks: Number
-    model_flops: Number
-    flops: tuple[Number, Number]
-    compute_seconds: tuple[Number, Number]
+    ranks: "Number"
+    model_flops: "Number"
+    flops: "tuple[Number, Number]"
+    compute_seconds: "tuple[Number, Number]"
     traffic: tuple[Traffic, ...] = ()
-    memory: Mapping[str, Number] = field(default_factory=dict)
+    memory: "Mapping[str, Number]" = field(default_factory=dict)
     capacity: float = 0.0
     peak: float = 0.0
 
     @property
-    def communication_seconds(self) -> Number:
+    def communication_seconds(self) -> "Number":
         """Seconds of all collectives, none hidden behind compute."""
         return sum(t.seconds for t in self.traffic)
 
     @property
-    def step_seconds(self) -> Number:
+    def step_seconds(self) -> "Number":
         """Compute and communication, one after the other: an upper bound."""
         return sum(self.compute_seconds) + self.communication_seconds
 
     @property
-    def memory_bytes(self) -> Number:
+    def memory_bytes(self) -> "Number":
         """Bytes of everything in ``memory``."""
         return sum(self.memory.values())
 
     @property
-    def mfu(self) -> Number:
+    def mfu(self) -> "Number":
         """Model flops utilization: model flops over what all ranks could do in ``step_seconds``."""
         return self.model_flops / (self.ranks * self.peak * self.step_seconds)
 
-    def wire_bytes(self, axis: str | None = None, when: str | None = None) -> Number:
+    def wire_bytes(self, axis: str | None = None, when: str | None = None) -> "Number":
         """Bytes that one rank sends, on one axis or all, in one part of the step or all."""
         return sum(t.bytes for t in self.traffic if axis in (None, t.axis) and when in (None, t.when))
 
@@ -82,9 +84,11 @@ class Price:
 
     def at(self, sizes: Mapping[str, float]) -> "Price":
         """This closed form at given axis sizes. Raises KeyError where one is missing."""
+        from autopar.cost.symbols import evaluate  # a search needs no symbols
+
         return self._map(lambda value: evaluate(value, sizes))
 
-    def _map(self, number: Callable[[Number], Number]) -> "Price":
+    def _map(self, number: "Callable[[Number], Number]") -> "Price":
         return replace(
             self,
             ranks=number(self.ranks),

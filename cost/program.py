@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from autopar.cost import communication, compute, experts, memory
+from autopar.cost import links as links_of
 from autopar.cost.communication import Link
 from autopar.cost.compute import Shapes, differentiable, node_cost
 from autopar.cost.hardware import Hardware
@@ -125,6 +126,7 @@ def _bill(
             _convert(bill, node, sizes, links, training)
             continue
         _inside(bill, node, shapes, sizes, links, training)
+        _sums(bill, node, shapes, sizes, hardware, training)
         cost = node_cost(node, shapes)
         if cost.kind == "free":
             continue
@@ -182,6 +184,23 @@ def _inside(
             sent = communication.collective_bytes(collective, whole, sizes[axis])
             seconds = communication.collective_seconds(collective, whole, sizes[axis], links[axis])
             bill.send((axis, what, when), 1, sent, seconds)
+
+
+def _sums(bill: _Bill, node: fx.Node, shapes: Shapes, sizes: Sizes, hardware: Hardware, training: bool) -> None:
+    for when, seconds in enumerate(ring_seconds(node, shapes, sizes, hardware)[: 1 + training]):
+        bill.seconds[when] = bill.seconds[when] + seconds
+
+
+def ring_seconds(node: fx.Node, shapes: Shapes, sizes: Sizes, hardware: Hardware) -> tuple[Number, Number]:
+    """Seconds, forward and backward, in which a ring adds up what its turns give; none for other ops."""
+    if node.target is not ops.ring_attention:
+        return 0, 0
+    args = compute.bound(node)
+    queries = shapes(args["q"])[0]
+    assert queries is not None
+    moved = links_of.ring_sums(queries.bytes, sizes[args["axis"]])
+    seconds = moved / (hardware.memory_bandwidth * hardware.memory_efficiency)
+    return seconds, seconds if differentiable(node) else 0
 
 
 def work_dtype(node: fx.Node) -> torch.dtype:

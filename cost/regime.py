@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass
 
-from autopar.cost.memory import Widths
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes an element of parameter, gradient and optimizer state."""
+
+    parameter: int
+    gradient: int
+    optimizer: int
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,12 @@ class Regime:
     workspace: float = 0.0
     copies: float = 0.0
     reserve: float = 0.0
+
+
+def ours(width: int, precision: str) -> Regime:
+    """The engine's, which holds parameters, gradients and both moments of AdamW in ``width`` bytes an element."""
+    low = 2 if precision == "bf16" else width
+    return Regime(widths=Widths(width, width, 2 * width), compute_width=low, reduce_width=width, update=7.0 * width)
 
 
 MEGATRON = Regime(

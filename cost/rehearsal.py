@@ -124,7 +124,8 @@ class _Step:
             messages = unit.unit.messages
             whole = Polynomials.of([m.bytes for m in messages])(self.points) if messages else np.zeros((0, 1))
             for message, bytes_ in zip(messages, whole):
-                calls = float(count + inner * (full and message.when == FORWARD)) * message.calls * self.m
+                times = 1 if message.given else self.m
+                calls = float(count + inner * (full and message.when == FORWARD)) * message.calls * times
                 sent = float(collective_bytes(message.collective, float(bytes_[0]), self.option.sizes[message.axis]))
                 found[message.axis, message.collective] += calls * sent
         for collective, times, width, blocks in self._data():

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from autopar.cost.candidates import ORDER, SCHEDULES, Candidates
-from autopar.cost.family import Family
+from autopar.cost.closed import Family
 from autopar.cost.forms import POLICIES
 from autopar.cost.polynomials import Array
 from autopar.cost.schedule import check_legal

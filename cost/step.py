@@ -96,8 +96,8 @@ class Group(Work):
         """(seconds, bytes of the fullest rank)."""
         own, exposed, late = self._work()
         each = own + sum(exposed.values())
-        seconds = self.c.microbatches * each.max(axis=0) + self._bubble(each) + late + self.update().max(axis=0)
-        return seconds, reduce(np.add, self._held().values()).max(axis=0)
+        seconds = self.c.microbatches * each.max(axis=0) + self._bubble(each) + self._sends(each) + late
+        return seconds + self.update().max(axis=0), reduce(np.add, self._held().values()).max(axis=0)
 
     def steps(self) -> Steps:
         """The price of all, by its parts."""
@@ -111,8 +111,8 @@ class Group(Work):
 
         bubble, update = self._bubble(each), self.update().max(axis=0)
         shown = {axis: m * of_slowest(rows) for axis, rows in exposed.items()}
-        shown["dp"] = shown["dp"] + late
-        seconds = m * each.max(axis=0) + bubble + late + update
+        shown["dp"], shown["pp"] = shown["dp"] + late, self._sends(each)
+        seconds = m * each.max(axis=0) + bubble + shown["pp"] + late + update
         return Steps(seconds, m * of_slowest(own), bubble, shown, update, self._memory(), *self._flops())
 
     def _work(self) -> tuple[Array, dict[str, Array], Array]:
@@ -122,7 +122,6 @@ class Group(Work):
         """
         compute = self.compute()
         exposed = {axis: ways[0] + ways[1] for axis, ways in self.messages().items()}
-        exposed["pp"] = self.ranked(np.zeros(1)) if self.pp == 1 else (self.send() * 2 * self.virtual)[None, :]
         gathers = self.gathers(compute)
         exposed["dp"] = exposed.get("dp", np.zeros(1)) + gathers[0] + gathers[1]
         return compute[0] + compute[1], exposed, self.gradients(compute).max(axis=0)
@@ -150,6 +149,14 @@ class Group(Work):
         ends = np.maximum(forward, weight) + np.maximum(0, forward - weight) * (p - 2) / (p - 1)
         left: list[Any] = [1.0, 1.0, late, 1 - hidden / whole, ends / whole]
         return fill * np.choose(self.c.schedule.astype(int), left)
+
+    def _sends(self, each: Array) -> Array:
+        """Seconds that messages between stages add to a step."""
+        if self.pp == 1:
+            return np.zeros(1)
+        m, send = self.c.microbatches, self.send()
+        slack = (m - 1) * (each.max(axis=0) - self.mean(each) / self.pp) / np.maximum(send, 1e-30)
+        return send * np.choose(self.c.schedule.astype(int), hops(self.pp, self.virtual, m, slack))
 
     def _memory(self) -> dict[str, Array]:
         """Bytes by kind of the rank that holds most."""
@@ -189,3 +196,18 @@ class Group(Work):
         after = np.minimum(m, self.pp - rank) * more
         every, most = m + 0.0 * rank, np.minimum(m, self.pp) + 0.0 * rank
         return np.choose(self.c.schedule.astype(int)[None], [after, every, after, after, most])
+
+
+def hops(p: int, v: int, m: Array, slack: Array) -> list[Array]:
+    """Messages between stages for which a step of each of ``SCHEDULES`` waits, as ``cost.timeline`` simulates it.
+
+    Messages travel while stages compute; one way there and back is in the filling and draining. 1F1B has no more
+    microbatches on their way than stages, and waits in each round of them, less what all wait for a slower stage:
+    ``slack``, in messages. Splitting the backward leaves work for that time, but in the first round. Interleaved rounds
+    of as many microbatches as ranks pass every stage.
+    """
+    once, last = 2.0 * (p - 1), (m - 1) % p + 1
+    rounds = np.maximum(once, once * np.ceil(m / p) + 2 * np.maximum(0, last - 2) - slack)
+    laps = np.where((m % p == 0) | (m < p), 2.0 * (p * v - 1), once)
+    split, back = once + 2 * np.clip(m - 2, 0, p - 1), np.where(m >= 2 * p, 5 * p - 7, 4 * (p - 1))
+    return [rounds, once + 0 * m, laps, split, back]

@@ -16,7 +16,7 @@ from autopar.cost.compute import NodeCost, Shapes, differentiable, global_values
 from autopar.cost.hardware import Hardware
 from autopar.cost.local import STEPS, axis_of, steps_of
 from autopar.cost.price import BACKWARD, FORWARD
-from autopar.cost.program import Links, sent_inside, work_dtype
+from autopar.cost.program import Links, ring_seconds, sent_inside, work_dtype
 from autopar.cost.shares import Sizes, check_priced, layouts, local_shapes, local_value, mesh_sizes
 from autopar.cost.symbols import product
 from autopar.cost.zero import Stage
@@ -124,6 +124,8 @@ class _Tally:
         for axis, _, collective, when, whole in sent_inside(node, self.shapes, self.sizes):
             ways = self.sizes[axis]
             sent[when] += float(communication.collective_seconds(collective, whole, ways, self.links[axis]))
+        for when, summed in zip((FORWARD, BACKWARD), ring_seconds(node, self.shapes, self.sizes, self.hardware)):
+            sent[when] += float(summed)
         return forward + sent[FORWARD], backward - weight + sent[BACKWARD], weight
 
     def _conversion(self, node: fx.Node) -> tuple[float, float]:

@@ -12,7 +12,7 @@ import numpy as np
 from autopar.cost.candidates import Candidates
 from autopar.cost.forms import BACKWARD, FORWARD, Forms, UnitTimes
 from autopar.cost.hardware import Hardware
-from autopar.cost.links import Links, collective_seconds, send_seconds
+from autopar.cost.links import Links, collective_seconds, ring_sums, send_seconds
 from autopar.cost.polynomials import Array, Polynomials
 from autopar.cost.regime import Regime
 
@@ -103,12 +103,16 @@ class Work:
         return self.ranked(self.counts @ ops), self.ranked(self.inner @ ops), self.ranked(self.counts @ sent)
 
     def messages(self) -> dict[str, Ways]:
-        """Seconds of the units' own collectives by axis; full recomputation repeats a block's forward ones."""
+        """Seconds of the units' own collectives in a microbatch, by axis.
+
+        Full recomputation repeats a block's forward ones. Of what is sent once in a step, each microbatch has its part.
+        """
         out: dict[str, Ways] = {}
-        for axis in sorted({axis for t in self.times for axis, _ in t.messages}):
+        for axis in sorted({axis for t in self.times for axis, _ in (*t.messages, *t.once)}):
             forward, again = (
                 self.on(lambda t, a=axis: t.messages.get((a, FORWARD), 0.0), c) for c in (self.counts, self.inner)
             )
+            forward = forward + self.on(lambda t, a=axis: t.once.get((a, FORWARD), 0.0)) / self.c.microbatches
             backward = self.on(lambda t, a=axis: t.messages.get((a, BACKWARD), 0.0)) + again * self.full
             open_ = 1 - self.regime.hidden if axis == "tp" else 1.0
             out[axis] = forward * open_, backward * open_
@@ -125,7 +129,7 @@ class Work:
         cp, stride = self.c.sizes["cp"], self.links.strides["cp"]
         layers = [sum(n for n, k in u.unit.kernels if k.kind == "attention") for u in self.forms.units]
         calls = np.maximum(1e-9, self.ranked(self.counts @ np.array(layers, dtype=float)))
-        merge = (cp - 1) * 5 * self.on(lambda t: t.heads[0]) / self.rate / 2  # fp32 sums read and written, and a result
+        merge = ring_sums(self.on(lambda t: t.heads[0]), cp) / self.rate
         out = []
         for way, (rows, blocks) in enumerate(zip(self.exchanged(), self.turned())):
             ulysses = 4 * calls * collective_seconds(self.hardware, "all_to_all", rows / 4 / calls, cp, stride)

@@ -8,8 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from autopar.errors import AutoparError
 
 UNITS = {
@@ -57,7 +55,7 @@ class Hardware:
     """A device and its links. Seconds, bytes, flops.
 
     Args:
-        peak: matmul flops per second by dtype, dense, without reduced-precision shortcuts.
+        peak: matmul flops per second by name of dtype, dense, without reduced-precision shortcuts.
         memory_bytes: capacity. memory_bandwidth: bytes per second, nominal; ``memory_efficiency`` of it is reached.
         matmul_efficiency: share of ``peak`` that a large matmul reaches.
         matmul_half: size of a dim at which a matmul reaches half of that, in elements (``compute.efficiency``).
@@ -68,7 +66,7 @@ class Hardware:
     """
 
     name: str
-    peak: Mapping[torch.dtype, float]
+    peak: Mapping[str, float]
     memory_bytes: float
     memory_bandwidth: float
     memory_efficiency: float
@@ -83,14 +81,19 @@ class Hardware:
     unit: float = 0.0
     overlap: float = 1.0
 
-    def flops_per_second(self, dtype: torch.dtype) -> float:
-        """Peak for ``dtype``; complex as its parts, integers as fp32. Raises AutoparError ``no-peak``."""
-        if not dtype.is_floating_point:
-            dtype = torch.float64 if dtype == torch.complex128 else torch.float32
-        if dtype in self.peak:
-            return self.peak[dtype]
-        known = ", ".join(str(d) for d in self.peak)
-        raise AutoparError("no-peak", f"hardware {self.name}: no peak for {dtype}", f"use one of {known}")
+    def flops_per_second(self, dtype: object) -> float:
+        """Peak for a dtype or its name; complex as its parts, integers as fp32. Raises AutoparError ``no-peak``."""
+        name = dtype_name(dtype)
+        if "float" not in name:
+            name = "float64" if name == "complex128" else "float32"
+        if name in self.peak:
+            return self.peak[name]
+        raise AutoparError("no-peak", f"hardware {self.name}: no peak for {name}", f"use one of {', '.join(self.peak)}")
+
+
+def dtype_name(dtype: object) -> str:
+    """``bfloat16`` for ``torch.bfloat16``, or for itself."""
+    return str(dtype).removeprefix("torch.")
 
 
 def names() -> tuple[str, ...]:
@@ -177,7 +180,7 @@ def _build(name: str, raw: Mapping[str, Any]) -> Hardware:
     host = {key: _number(entry) for key, entry in raw.get("host", {}).items()}
     return Hardware(
         name=name,
-        peak={getattr(torch, dtype): _number(entry) for dtype, entry in raw["peak"].items()},
+        peak={dtype: _number(entry) for dtype, entry in raw["peak"].items()},
         memory_bytes=_number(memory["capacity"]),
         memory_bandwidth=_number(memory["bandwidth"]),
         memory_efficiency=_number(memory["efficiency"]),

@@ -7,18 +7,22 @@ import pytest
 import torch
 
 from autopar.compile import lower
+from autopar.cost.communication import collective_seconds, link_of
 from autopar.cost.forms import Forms
-from autopar.cost.hardware import load
+from autopar.cost.hardware import Hardware, load
 from autopar.cost.program import price
 from autopar.cost.regime import Regime
 from autopar.cost.schedule import schedule
 from autopar.cost.search import Option, Question, every_grid
+from autopar.cost.shares import local_value, mesh_sizes
 from autopar.cost.space import Space
 from autopar.cost.timeline import Times, simulate
 from autopar.cost.units import send_seconds
 from autopar.cost.zero import Stage
 from autopar.families import families
+from autopar.ir.layout import Layout, R
 from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
 from tests.llama import llama
 
 RANKS, ROWS, LENGTH = 4, 8, 64
@@ -68,28 +72,46 @@ def lowered(model: Any, option: Option, hardware: Any) -> float:
     send = send_seconds(4.0 * option.rows * LENGTH * model.config.hidden_size, hardware, mesh)
     parts = Times(*(tuple(t[i] for t in times) for i in range(3)), ((send, send),) * (pp - 1))
     step = simulate(schedule("1f1b", pp, 1, option.microbatches), parts).seconds
-    gradient = sum(t.seconds for t in price_of_gradients(model, option, hardware))
-    return step + float(gradient) / pp
+    return step + max(gradients(program, hardware, stage) for stage in range(pp)) + counts(model, option, hardware)
 
 
-def price_of_gradients(model: Any, option: Option, hardware: Any) -> list[Any]:
+def gradients(program: Program, hardware: Hardware, stage: int) -> float:
+    """Seconds of the sum of a stage's gradients, one message for all that are summed over the same axes."""
+    groups: dict[str, float] = {}
+    for p in program.params.values():
+        if p.kind == "parameter" and stage in p.stages:
+            axes = "+".join(a for a in program.mesh.summed_axes if (p.layout or Layout()).get(a, R) == R)
+            own = local_value(p.spec, p.layout or Layout(), mesh_sizes(program.mesh)).bytes
+            groups[axes] = groups.get(axes, 0.0) + float(own)
+    found = 0.0
+    for axes, count in groups.items():
+        ways = int(np.prod([program.mesh.size(a) for a in axes.split("+") if a]))
+        if ways > 1:
+            found += float(
+                collective_seconds("all_reduce", count, ways, link_of(hardware, program.mesh, *axes.split("+")))
+            )
+    return found
+
+
+def counts(model: Any, option: Option, hardware: Hardware) -> float:
+    """Seconds in which data ranks count the tokens of a step."""
     mesh = Mesh.parse(",".join(f"{a}={n}" for a, n in option.sizes.items() if a != "pp" and n > 1) or "dp=1")
     program = lower(model, (), example(option.rows), mesh, f"hardware={hardware.name}", after="reshard", loss_only=True)
-    return [t for t in price(program, hardware).traffic if t.when == "gradient"]
+    sent = price(program, hardware).traffic
+    return sum(float(t.seconds) for t in sent if (t.axis, t.when) == ("dp", "forward"))
 
 
-@pytest.mark.parametrize(("cluster", "each"), [("cpux4", False), ("h100x4", True)])
-def test_the_best_plan_is_that_of_exhaustive_pricing(cluster: str, each: bool) -> None:
-    """``each``: every plan is priced as its program, too."""
+@pytest.mark.parametrize("cluster", ["cpux4", "h100x4"])
+def test_every_plan_costs_what_its_program_does(cluster: str) -> None:
+    """So the best plan of a search is that of exhaustive pricing."""
     hardware, model = load(cluster), llama(layers=4, max_position_embeddings=LENGTH).train()
     found = options(model, hardware)
     real = [lowered(model, o, hardware) for o in found]
     assert len(found) >= 12
     best = int(np.argmin([o.seconds for o in found]))
     assert real[best] == pytest.approx(min(real), rel=1e-3)
-    for option, seconds in zip(found, real) if each else ():
+    for option, seconds in zip(found, real):
         where = f"{option.words}: {option.seconds * 1e6:.4g} µs, its program {seconds * 1e6:.4g}"
-        if option.sizes["pp"] == 1:  # but for sums that a ring keeps in float32
-            assert option.seconds == pytest.approx(seconds, rel=0.01), where
-        else:  # a search adds up the sends, of which the schedule hides some
-            assert option.seconds > 0.97 * seconds, where
+        # A closed form knows how far a schedule hides sends behind unequal stages but roughly.
+        close = 1e-3 if option.sizes["pp"] == 1 else 0.02
+        assert option.seconds == pytest.approx(seconds, rel=close), where

@@ -5,15 +5,15 @@ import pytest
 import sympy
 
 from autopar.cost.candidates import SCHEDULES, Candidates
+from autopar.cost.closed import Family, Kernel, Unit
 from autopar.cost.communication import collective_bytes
-from autopar.cost.family import Family, Unit
 from autopar.cost.forms import Forms
 from autopar.cost.hardware import load
-from autopar.cost.kernels import Kernel
+from autopar.cost.links import send_seconds
 from autopar.cost.memory import MIXED_ADAM, states
 from autopar.cost.regime import Regime
 from autopar.cost.schedule import schedule as schedule_of
-from autopar.cost.step import steps
+from autopar.cost.step import hops, steps
 from autopar.cost.timeline import Times, simulate
 from autopar.cost.zero import Stage
 
@@ -40,14 +40,12 @@ def test_zero_states_are_table_one(stage, bytes_):
     assert sympy.simplify(states(PSI, MIXED_ADAM, stage, N).total - PSI * bytes_) == 0
 
 
-def pipeline(p: int, m: int, schedule: str, virtual: int = 1, backward: float = 2.0):
-    """A model of equal blocks whose ends cost nothing, on a pipeline whose sends cost next to nothing."""
-    import torch
-
-    work = Kernel("memory", (0, 0), (1e11, backward * 1e11), None, torch.float32)
+def pipeline(p: int, m: int, schedule: str, virtual: int = 1, backward: float = 2.0, sent: float = 0.0):
+    """A model of equal blocks whose ends cost nothing, on a pipeline whose messages have ``sent`` bytes."""
+    work = Kernel("memory", (0, 0), (1e11, backward * 1e11), None, "float32")
     policies = {"none": 7.0, "selective": 5.0, "full": 1.0}
     end = dict.fromkeys(policies, 0.0)
-    block = Unit("block", 1, ((1, work),), (), {}, policies, 0, (0, 0))
+    block = Unit("block", 1, ((1, work),), (), {}, policies, sent, (0, 0))
     first, last = (Unit(n, 1, (), (), {}, end, 0, (0, 0)) for n in ("first", "last"))
     made = Family(False, (first, block, last), (1,) * 48, {})
     column = {n: np.array([float(v)]) for n, v in {
@@ -98,6 +96,38 @@ def test_the_bubble_is_that_of_the_simulated_schedule(name, virtual, p, m, backw
     parts = Times(*((s,) * stages for s in (forward, half, half)))
     seconds = simulate(schedule_of(name, p, virtual, m), parts).seconds
     assert found.bubble[0] == pytest.approx(seconds - ideal, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "virtual", "p", "m"),
+    [
+        *(("gpipe", 1, p, m) for p, m in ((2, 1), (4, 3), (4, 8))),
+        *(("1f1b", 1, p, m) for p in (2, 3, 4) for m in range(p, 2 * p + 2)),
+        *(("zero-bubble", 1, p, m) for p, m in ((2, 1), (3, 4), (4, 2), (4, 3), (4, 4), (4, 6), (4, 12))),
+        *(("interleaved", v, p, m) for v, p, m in ((2, 4, 2), (2, 4, 4), (2, 4, 6), (2, 4, 8), (3, 2, 4), (2, 8, 10))),
+        *(("zbv", 2, p, m) for p, m in ((2, 1), (3, 6), (4, 4), (4, 8), (4, 16), (8, 16))),
+    ],
+)
+def test_messages_between_stages_add_what_they_do_to_the_simulated_schedule(name, virtual, p, m):
+    found, ideal = pipeline(p, m, name, virtual, sent=1e6)
+    each, stages, send = ideal / m / 3 / virtual, p * virtual, float(send_seconds(load("h100"), 1e6, False))
+    one, other = (
+        simulate(schedule_of(name, p, virtual, m), Times.equal(stages, each, each, each, seconds)).seconds
+        for seconds in (0.0, send)
+    )
+    assert found.exposed["pp"][0] == pytest.approx(other - one, rel=1e-3)
+
+
+@pytest.mark.parametrize(("slow", "share"), [(0.0, 1.0), (0.1, 0.99), (0.5, 0.99), (2.0, 0.99)])
+def test_a_slower_stage_hides_the_messages_of_a_round(slow, share):
+    """``slow``: how many messages longer it takes. In between the closed form is the least that a step can take."""
+    p, m, send, each = 4, 16, 0.1, np.array([1.0, 1.0, 1.0, 1.0])
+    each[1] += slow * send
+    slack = (m - 1) * (each.max() - each.mean()) / send
+    closed = m * each.max() + each.sum() - each.max() + send * hops(p, 1, np.array([m]), slack)[0][0]
+    parts = Times(*(tuple(each / 3),) * 3, ((send, send),) * (p - 1))
+    real = simulate(schedule_of("1f1b", p, 1, m), parts).seconds
+    assert share * real - 1e-9 <= closed <= real + 1e-9
 
 
 def test_activations_in_flight():

@@ -14,8 +14,13 @@ from autopar.cost.links import Links
 from autopar.cost.polynomials import Polynomials
 from autopar.cost.price import BACKWARD, FORWARD
 from autopar.cost.program import price
+from autopar.cost.regime import Regime
+from autopar.cost.search import Question
+from autopar.cost.zero import Stage
 from autopar.families import Example, families
 from autopar.ir.mesh import Mesh
+from autopar.priced import candidate
+from autopar.ranking import space_of
 
 HARDWARE = profile("cpu")
 
@@ -56,6 +61,29 @@ def test_closed_forms_equal_the_price_of_the_lowered_program(model, made, mesh, 
         assert sum(n * np.sum(t.messages.get(("tp", when), 0.0)) for n, t in times) == pytest.approx(sent, rel=1e-6)
     assert sum(n * t.activations["none"][0] for n, t in times) == pytest.approx(real.memory["activations"], rel=1e-6)
     assert 4 * sum(n * t.weight[0] for n, t in times) == pytest.approx(real.memory["gradients"])
+
+
+@pytest.fixture(scope="module")
+def mixture():
+    return load("hf:mixtral-8x7b-tiny").model.train()
+
+
+@pytest.mark.parametrize("mesh", ["ep=2", "dp=2,ep=2", "dp=2"])
+def test_memory_of_experts_is_that_of_the_lowered_program(mixture, mesh):
+    """Rows on their way to experts and back included; none where experts do not travel."""
+    machine, sizes = profile(f"h100x{Mesh.parse(mesh).world}"), Mesh.parse(mesh)
+    forms = tuple(Forms(f) for f in families(mixture, (), kwargs(2, 64), hardware=machine, precision="fp32").values())
+    regime, space = Regime(engine=False, compute_width=4, reduce_width=4), space_of(machine, 16, 64)
+    question = Question(forms, machine, space, regime, np.inf)
+    (option,) = question.options(forms[0], candidate(sizes, {}, forms[0], 16, 64), np.zeros(1, int))
+    rows = 16 // (sizes.size("dp") * sizes.size("ep"))
+    lowered = lower(mixture, (), kwargs(rows, 64), sizes, "hardware=h100", after="reshard", loss_only=True)
+    real = price(lowered, machine, zero=Stage(0)).memory
+    for kind in ("gradients", "optimizer", "activations"):
+        close = 5e-3 if kind == "activations" else 1e-6  # a router keeps its scores as on two ranks of tp
+        assert option.memory[kind] == pytest.approx(real[kind], rel=close), kind
+    rows_of_a_rank = rows * 64 * mixture.config.num_experts_per_tok * mixture.config.hidden_size * 4
+    assert option.memory["workspace"] == real.get("workspace", 0) == ("ep" in mesh) * rows_of_a_rank
 
 
 def test_one_rank_sends_nothing(made):

@@ -23,7 +23,8 @@ from autopar.cost.space import Space, grids
 from autopar.cost.step import Group, steps
 from autopar.errors import AutoparError
 from autopar.families import families
-from autopar.planner import accelerator, plan, planned
+from autopar.planner import accelerator, plan
+from autopar.ranking import planned
 
 MACHINE = profiles.load("h100x16")
 TEXT = {n: torch.zeros(2, 64, dtype=torch.int64, device="meta") for n in ("input_ids", "labels")}
