@@ -18,6 +18,14 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing is read from, or left in, the user's folder for caches."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 class Golden:
     """Compares text with ``tests/goldens/NAME``; ``--update-goldens`` writes it instead."""
 

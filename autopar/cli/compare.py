@@ -126,7 +126,7 @@ def _on_cluster(args: argparse.Namespace, screen: Screen) -> int:
         screen.write(text_of(records(pairs), args.format))
     else:
         screen.write(plans_text(rows, args.format))
-    draw(args, screen, loaded, steps, pairs)
+    draw(args, screen, steps, pairs, loaded=loaded)
     return 0
 
 

@@ -1,20 +1,18 @@
 """Models by name on the command line, with example inputs for any batch and sequence."""
 
 import importlib
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from autopar.cli.configurations import configured
 from autopar.errors import AutoparError
-from autopar.presets import configuration
 from autopar.runtime.garbage import uncollected
 
 Kwargs = dict[str, Any]
@@ -65,18 +63,8 @@ def load(text: str, *, meta: bool = True, seed: int = 0, words: int = 0) -> Load
         raise AutoparError("unknown-model", f"{text!r} names no model", "write hf:NAME, hf:FOLDER or module:callable")
     if kind == "hf":
         with uncollected():
-            return _from_config(_widened(_configuration(name), words), text, meta, seed)
+            return _from_config(_widened(configured(name), words), text, meta, seed)
     return _from_callable(kind, name, meta, seed)
-
-
-def _configuration(name: str) -> Mapping[str, Any]:
-    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
-    if path.suffix != ".json":
-        return configuration(name)
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise AutoparError("unknown-model", f"{path}: cannot be read: {error}", "name a config.json") from error
 
 
 def _widened(values: Mapping[str, Any], words: int) -> Mapping[str, Any]:

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.cli import _lower
-from autopar.cli.models import LoadedModel
 from autopar.cli.screen import Screen
 from autopar.errors import AutoparError
 
 if TYPE_CHECKING:
     from autopar.cli.measured import Pair
+    from autopar.cli.models import LoadedModel
     from autopar.cost.rehearsal import Rehearsal
     from autopar.plans import Plan
     from autopar.report.page import Layers
@@ -28,14 +27,14 @@ def add_pictures(parser: argparse.ArgumentParser) -> None:
 
 
 def draw(
-    args: argparse.Namespace, screen: Screen, loaded: LoadedModel, steps: "Steps", pairs: "Sequence[Pair]" = (),
-    front: "Sequence[Plan]" = (),
+    args: argparse.Namespace, screen: Screen, steps: "Steps", pairs: "Sequence[Pair]" = (),
+    front: "Sequence[Plan]" = (), loaded: "LoadedModel | None" = None,
 ) -> None:  # fmt: skip
     """Write what was asked for.
 
     Args:
         steps: names, the plans with the numbers that the command's table has, and how each is simulated. pairs: of the
-            same strategies in the same order, where they were measured.
+            same strategies in the same order, where they were measured. loaded: the model; made here where None.
 
     Raises AutoparError ``unwritable-file``, ``missing-package``.
     """
@@ -48,6 +47,10 @@ def draw(
         _write(args.trace, json.dumps(trace_of(found)))
         screen.say(f"{args.trace}: open it at ui.perfetto.dev or chrome://tracing")
     if args.html:
+        from autopar.cli.models import load
+
+        loaded = loaded or load(args.model)
+        loaded.model.train()
         measured = [p.measured for p in pairs] or [None] * len(steps)
         near = [Strategy(n, p, s, m) for (n, p, s), m in zip(steps, measured, strict=True)]
         with screen.working(f"drawing {args.html}"):
@@ -57,8 +60,9 @@ def draw(
         screen.say(f"{args.html}: one page, open it in a browser")
 
 
-def layers_of(loaded: LoadedModel, name: str, plan: "Plan") -> "Layers":
+def layers_of(loaded: "LoadedModel", name: str, plan: "Plan") -> "Layers":
     """Pictures of the layers of a plan, lowered for its mesh without stages; why there are none where it is refused."""
+    from autopar.cli import _lower
     from autopar.report.blocks import pictures
     from autopar.report.page import Layers
 

@@ -4,10 +4,13 @@ import argparse
 from typing import Any
 
 from autopar.cli.arguments import add_model, positive
-from autopar.cli.models import load
+from autopar.cli.learned import learned
 from autopar.cli.pictures import add_pictures, draw
 from autopar.cli.plans import plans_text
 from autopar.cli.screen import Screen
+from autopar.cost.forms import Forms
+from autopar.cost.regime import ours
+from autopar.ranking import cluster_of, planned, space_of
 
 
 def add(commands: Any) -> None:
@@ -27,6 +30,7 @@ def add(commands: Any) -> None:
         "--explain", type=positive, metavar="N", help="plan N in full, and why its neighbours are worse"
     )
     parser.add_argument("--front", action="store_true", help="the Pareto front of time and memory instead")
+    parser.add_argument("--fresh", action="store_true", help="trace the model although its closed forms are kept")
     add_pictures(parser)
     parser.add_argument("--json", action="store_true", help="the plans as json")
     parser.set_defaults(run=run)
@@ -34,18 +38,14 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace, screen: Screen) -> int:
     """Print the plans; exit status 1 where nothing fits."""
-    from autopar.planner import plan
-    from autopar.rehearsed import rehearsed
-
+    machine = cluster_of(args.cluster)
     with screen.working(f"planning {args.model} on {args.cluster}"):
-        loaded = load(args.model)
-        loaded.model.train()
-        sequence = args.seq or loaded.sequence
-        plans = plan(
-            loaded.model, args.cluster, (), loaded.kwargs(2, sequence), batch=args.batch, sequence=args.seq,
-            precision=args.precision, axes=tuple(args.axes.split(",")), count=max(args.top, args.explain or 1),
-        )  # fmt: skip
-    screen.say(f"{loaded.description}; sequence {sequence}; {args.cluster}, {args.precision}")
+        known = learned(args.model, machine, args.precision, args.seq, screen, fresh=args.fresh)
+        positions = known.positions if args.seq or known.sequential else 1
+        space = space_of(machine, args.batch, positions, tuple(args.axes.split(",")))
+        forms, regime = [Forms(f) for f in known.families], ours(known.width, args.precision)
+        plans = planned(forms, machine, space, regime, max(args.top, args.explain or 1))
+    screen.say(f"{args.model}: {known.title}; sequence {known.positions}; {args.cluster}, {args.precision}")
     if not plans:
         screen.say(plans.hint)
         return 1
@@ -59,7 +59,9 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     else:
         screen.out.print(plans.table(front=args.front))
     if args.html or args.trace:
+        from autopar.rehearsed import rehearsed
+
         shown = [(f"plan {i}", p) for i, p in enumerate(plans[: args.top], 1)]
         steps = [(n, p, rehearsed(p)) for n, p in shown]
-        draw(args, screen, loaded, steps, front=plans.front)
+        draw(args, screen, steps, front=plans.front)
     return 0

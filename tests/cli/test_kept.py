@@ -1,0 +1,142 @@
+"""What planning keeps of a model: the same answer without torch, and nothing else than what was written."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar import shelf
+from autopar.cli.learned import learn, learned
+from autopar.cli.main import main
+from autopar.cli.screen import Screen
+from autopar.cost.closed import Family
+from autopar.cost.forms import Forms
+from autopar.cost.hardware import load
+from autopar.cost.regime import ours
+from autopar.cost.stored import from_data, to_data
+from autopar.ranking import planned, space_of
+from autopar.shelf import Known
+
+NAMES = ("hf:llama3-8b-tiny", "hf:mixtral-8x7b-tiny")
+ASKED = ["plan", NAMES[0], "h100x8", "--json"]
+WITHOUT_TORCH = """
+import sys
+from autopar.cli.main import main
+status = main(sys.argv[1:])
+assert "torch" not in sys.modules and "sympy" not in sys.modules
+sys.exit(status)
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(shelf.VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def known(request: pytest.FixtureRequest) -> Known:
+    return learn(request.param, load("h100x8"), "bf16", None)
+
+
+def ranked(families: tuple[Family, ...]) -> list[tuple[str, float, dict[str, float], dict[str, float]]]:
+    machine = load("h100x8")
+    found = planned([Forms(f) for f in families], machine, space_of(machine, None, 64), ours(4, "bf16"), 50)
+    return [(p.words, p.seconds, p.option.memory, p.option.exposed) for p in found]
+
+
+def test_families_read_from_text_give_the_same_numbers_to_the_last_bit(known: Known) -> None:
+    again = Known.of(known.text())
+    assert again.text() == known.text()
+    assert len(ranked(known.families)) == 50 and ranked(again.families) == ranked(known.families)
+    assert [f.divisors for f in again.families] == [f.divisors for f in known.families]
+
+
+def test_a_second_answer_is_the_first_and_needs_no_torch(cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(ASKED) == 0
+    first = capfd.readouterr()
+    command = [sys.executable, "-c", WITHOUT_TORCH, *ASKED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == json.loads(first.out) and len(json.loads(done.stdout)) == 8
+    assert len(list(cache.iterdir())) == 1
+
+
+def damaged(path: Path) -> list[str]:
+    text = path.read_text()
+    digit = next(i for i in range(len(text) // 2, len(text)) if text[i] in "1234")
+    return ["", text[: len(text) // 2], text[:digit] + "9" + text[digit + 1 :], "{}", text.partition("\n")[2]]
+
+
+def test_what_was_changed_or_cut_short_is_passed_over_and_written_again(cache: Path) -> None:
+    machine, screen = load("h100x8"), Screen(quiet=True)
+    learned(NAMES[0], machine, "bf16", None, screen)
+    (path,) = cache.iterdir()
+    whole = path.read_text()
+    for text in damaged(path):
+        path.write_text(text)
+        assert shelf.recall(path.stem) is None
+    assert (
+        learned(NAMES[0], machine, "bf16", None, screen).text() == whole.partition("\n")[2]
+        and path.read_text() == whole
+    )
+
+
+def test_another_question_is_another_file() -> None:
+    def name(
+        configuration: Any = (("a", 1),), machine: str = "h100x8", precision: str = "bf16", length: Any = 64
+    ) -> str:
+        return shelf.key(dict(configuration), load(machine), precision, length)
+
+    others = [
+        name((("a", 2),)),
+        name(machine="a100-80gx8"),
+        name(precision="fp32"),
+        name(length=128),
+        name(length=None),
+    ]
+    assert len({name(), *others}) == 6 and name(machine="h100x1024") == name()
+
+
+def test_another_source_is_another_file(tmp_path: Path) -> None:
+    before = shelf.sources()
+    shutil.copytree(Path(shelf.__file__).parent, tmp_path / "autopar", ignore=shutil.ignore_patterns("__pycache__"))
+    assert shelf.sources(tmp_path / "autopar") == before
+    path = tmp_path / "autopar" / "cost" / "compute.py"
+    path.write_text(path.read_text() + "\n")
+    shelf.sources.cache_clear()
+    assert shelf.sources(tmp_path / "autopar") != before
+
+
+def test_an_empty_variable_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(shelf.VARIABLE, "")
+    assert shelf.folder() is None and main(ASKED) == 0 and not list(tmp_path.iterdir())
+    monkeypatch.delenv(shelf.VARIABLE)
+    assert shelf.folder() == tmp_path / "autopar"
+
+
+def test_a_folder_that_cannot_be_written_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(shelf.VARIABLE, str(tmp_path / "file"))
+    assert main(ASKED) == 0
+    assert "takes as long" in capsys.readouterr().err
+
+
+def test_the_oldest_go(cache: Path, known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelf, "KEPT", 3)
+    for name in "abcde":
+        assert shelf.keep(name, known) is None
+    assert len(list(cache.iterdir())) == 3 and shelf.recall("e") is not None
+
+
+def test_only_what_was_written_is_read(known: Known) -> None:
+    data = to_data(known.families)
+    for broken in ({}, {**data, "monomials": []}, {**data, "families": [{}]}, {**data, "families": 1}):
+        with pytest.raises(shelf.BROKEN):
+            from_data(broken)
