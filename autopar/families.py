@@ -24,6 +24,8 @@ from autopar.strategy import Strategy
 
 WAYS = 4  # data ranks of the example
 LONGEST = 4096  # positions of the example: closed forms hold for any number
+Style = tuple[bool, bool]
+PLAIN: Style = (False, False)
 
 
 @dataclass(frozen=True)
@@ -87,43 +89,62 @@ def families(
     hardware: Hardware | None = None,
     loss: Loss | None = None,
     precision: str = "bf16",
-    styles: Sequence[tuple[bool, bool]] = ((False, False),),
-) -> dict[tuple[bool, tuple[bool, bool]], Family]:
+    styles: Sequence[Style] = (PLAIN,),
+) -> dict[tuple[bool, Style], Family]:
     """Families by (sequence parallelism, style), a style being (fused, regather) of ``cost.family.family``.
 
     The model is traced once, without weights. Where its layouts do not hold on two tensor ranks, the only family is
     that of data parallelism. Raises AutoparError where the model cannot be traced.
     """
+    machine = hardware or load(Strategy(precision=precision).hardware)
+    return families_on([machine], model, args, kwargs, loss=loss, precision=precision, styles=styles)[0]
+
+
+def families_on(
+    machines: Sequence[Hardware],
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    loss: Loss | None = None,
+    precision: str = "bf16",
+    styles: Sequence[Style] = (PLAIN,),
+) -> list[dict[tuple[bool, Style], Family]]:
+    """``families`` on each of several profiles, of one trace."""
     example = Example.of(args, kwargs)
     sizes = {n for p in (*model.parameters(), *model.buffers()) for n in p.shape}
     longest = None if example.positions is None else min(max(example.positions, 64), LONGEST)
     primes = Primes.apart(sizes, longest)
-    strategy = Strategy(precision=precision)
-
     with uncollected():
         mesh, primes = Mesh.of({"dp": WAYS, "tp": 2}), replace(primes, ways=WAYS)
-        inputs = example.sized(primes)
-        traced = trace_in(precision_of(strategy), model, *inputs, mesh=mesh, loss=loss, train=model.training)
+        inputs, low = example.sized(primes), precision_of(Strategy(precision=precision))
+        traced = trace_in(low, model, *inputs, mesh=mesh, loss=loss, train=model.training)
         program = only_loss(settle_outputs(traced.program))
         if any(n.target is ops.experts for _, graph in program.graphs() for n in graph.nodes):
             primes = replace(primes, data=("dp", "ep"))
             program = replace(program, mesh=Mesh.of({"dp": WAYS // 2, "ep": 2, "tp": 2}))
-        context = Context(hardware or load(strategy.hardware))
-        parts = _in_parts(program, primes, context)
-        rows = run(program, parse("data-parallel,expert-parallel"), context)
-        out = {}
-        for sequence in (False, True) if primes.positions is not None else (False,):
-            lowered = _lowered(rows, sequence, context)
-            for fused, regather in styles:
-                if lowered is None:
-                    break
-                made = family(lowered, primes, sequence=sequence, fused=fused, regather=regather, parts=parts)
-                out[sequence, (fused, regather)] = made
-        if not any(not sequence for sequence, _ in out):
-            alone = run(rows, parse("reshard"), context)
-            for fused, regather in styles:
-                made = family(alone, primes, fused=fused, regather=regather, parts=parts)
-                out[False, (fused, regather)] = _only_data(made)
+        return [_families(program, primes, Context(machine), styles) for machine in machines]
+
+
+def _families(
+    program: Program, primes: Primes, context: Context, styles: Sequence[Style]
+) -> dict[tuple[bool, Style], Family]:
+    """Of a trace, with the layouts that a profile's prices choose."""
+    parts = _in_parts(program, primes, context)
+    rows = run(program, parse("data-parallel,expert-parallel"), context)
+    out = {}
+    for sequence in (False, True) if primes.positions is not None else (False,):
+        lowered = _lowered(rows, sequence, context)
+        if lowered is None:
+            continue
+        for fused, regather in styles:
+            made = family(lowered, primes, sequence=sequence, fused=fused, regather=regather, parts=parts)
+            out[sequence, (fused, regather)] = made
+    if not any(not sequence for sequence, _ in out):
+        alone = run(rows, parse("reshard"), context)
+        for fused, regather in styles:
+            made = family(alone, primes, fused=fused, regather=regather, parts=parts)
+            out[False, (fused, regather)] = _only_data(made)
     return out
 
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,6 +21,8 @@ from autopar.cost.closed import Family
 from autopar.cost.hardware import Hardware
 from autopar.cost.stored import from_data, to_data
 
+ROOT = Path(__file__).parent
+SHIPPED = ROOT / "presets" / "forms"
 VARIABLE = "AUTOPAR_CACHE_DIR"
 KEPT = 256  # files; the oldest go
 BROKEN = (OSError, ValueError, KeyError, TypeError, IndexError)
@@ -68,7 +70,7 @@ def key(configuration: Mapping[str, Any], machine: Hardware, precision: str, pos
     """The name of what is known of a configuration on a profile; the number of devices does not enter."""
     asked = {
         "configuration": configuration, "machine": repr(replace(machine, ranks=0)), "precision": precision,
-        "positions": positions, "sources": sources(), "packages": {name: _version(name) for name in PACKAGES},
+        "positions": positions, "sources": sources(), "packages": packages(),
     }  # fmt: skip
     return _hash(json.dumps(asked, sort_keys=True, default=str))
 
@@ -83,6 +85,34 @@ def recall(name: str) -> Known | None:
         return Known.of(text) if digest == _hash(text) else None
     except BROKEN:
         return None
+
+
+def shipped(configuration: Mapping[str, Any], machine: Hardware, precision: str, positions: int | None) -> Known | None:
+    """What came with autopar (``benchmarks/forms.py`` makes it); None where it is of other sources or another question.
+
+    It is of the sources that were loaded when it was made, and of the same torch, transformers, configuration and
+    profile; bf16, and the positions that suit the model.
+    """
+    if precision != "bf16" or positions is not None:
+        return None
+    try:
+        made = json.loads((SHIPPED / "made.json").read_text(encoding="utf-8"))
+        same = made["sources"] == sources_of(made["files"]) and made["packages"] == packages()
+        entry = json.loads((SHIPPED / f"{name_of(configuration)}.json").read_text(encoding="utf-8")) if same else {}
+        at = entry.get("machines", {}).get(name_of(repr(replace(machine, ranks=0))))
+        return None if at is None else Known.of(json.dumps(entry["known"][at]))
+    except BROKEN:
+        return None
+
+
+def name_of(value: Any) -> str:
+    """A short hash of a configuration, or of text."""
+    return _hash(json.dumps(value, sort_keys=True, default=str))[:16]
+
+
+def packages() -> dict[str, str]:
+    """The versions of what a trace depends on besides."""
+    return {name: _version(name) for name in PACKAGES}
 
 
 def keep(name: str, known: Known) -> str | None:
@@ -119,11 +149,16 @@ def _forget(place: Path) -> None:
 
 
 @cache
-def sources(root: Path = Path(__file__).parent) -> str:
+def sources(root: Path = ROOT) -> str:
     """A hash of every file of the package that may change an answer."""
+    return sources_of([str(path.relative_to(root)) for path in _files(root)], root)
+
+
+def sources_of(files: Sequence[str], root: Path = ROOT) -> str:
+    """A hash of some of them. Raises OSError where one is missing."""
     whole = hashlib.sha256()
-    for path in _files(root):
-        whole.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    for name in files:
+        whole.update(name.encode() + b"\0" + (root / name).read_bytes() + b"\0")
     return whole.hexdigest()
 
 

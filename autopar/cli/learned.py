@@ -1,5 +1,7 @@
 """What planning needs of a model that the command line names: kept from another time, or found out now."""
 
+from collections.abc import Sequence
+
 from autopar import shelf
 from autopar.cli.configurations import configured
 from autopar.cli.screen import Screen
@@ -12,7 +14,8 @@ def learned(
 ) -> Known:
     """The families of ``hf:NAME`` or ``module:callable`` on a profile.
 
-    A configuration says all of a model, so what was kept for it is used; what a callable makes is looked at each time.
+    A configuration says all of a model, so what was kept for it, or came with autopar, is used; what a callable makes
+    is looked at each time.
 
     Args:
         positions: of a row; what suits the model where None. fresh: whatever was kept.
@@ -22,8 +25,9 @@ def learned(
     kind, _, name = model.partition(":")
     if kind != "hf" or not name:
         return learn(model, machine, precision, positions)
-    key = shelf.key(configured(name), machine, precision, positions)
-    found = None if fresh else shelf.recall(key)
+    configuration = configured(name)
+    key = shelf.key(configuration, machine, precision, positions)
+    found = None if fresh else shelf.shipped(configuration, machine, precision, positions) or shelf.recall(key)
     if found is None:
         found = learn(model, machine, precision, positions)
         if trouble := shelf.keep(key, found):
@@ -33,17 +37,20 @@ def learned(
 
 def learn(model: str, machine: Hardware, precision: str, positions: int | None) -> Known:
     """The same, by tracing the model."""
+    return learn_on([machine], model, precision, positions)[0]
+
+
+def learn_on(machines: Sequence[Hardware], model: str, precision: str, positions: int | None) -> list[Known]:
+    """The same on each of several profiles, of one trace."""
     from autopar.cli.models import load
-    from autopar.compile import uncollected
-    from autopar.families import Example, families
+    from autopar.families import Example, families_on
     from autopar.planner import width_of
 
     loaded = load(model)
     loaded.model.train()
     length = positions or loaded.sequence
     kwargs = loaded.kwargs(2, length)
-    with uncollected():
-        made = families(loaded.model, (), kwargs, hardware=machine, precision=precision)
+    made = families_on(machines, loaded.model, (), kwargs, precision=precision)
     title = loaded.description.removeprefix(f"{model}: ")
-    sequential = Example.of((), kwargs).positions is not None
-    return Known(tuple(made.values()), title, length, width_of(loaded.model), sequential)
+    sequential, width = Example.of((), kwargs).positions is not None, width_of(loaded.model)
+    return [Known(tuple(m.values()), title, length, width, sequential) for m in made]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autopar import shelf
-from autopar.cli.learned import learn, learned
+from autopar.cli.learned import learn, learn_on, learned
 from autopar.cli.main import main
 from autopar.cli.screen import Screen
 from autopar.cost.closed import Family
@@ -18,6 +18,7 @@ from autopar.cost.forms import Forms
 from autopar.cost.hardware import load
 from autopar.cost.regime import ours
 from autopar.cost.stored import from_data, to_data
+from autopar.presets import configuration
 from autopar.ranking import planned, space_of
 from autopar.shelf import Known
 
@@ -63,6 +64,36 @@ def test_a_second_answer_is_the_first_and_needs_no_torch(cache: Path, capfd: pyt
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == json.loads(first.out) and len(json.loads(done.stdout)) == 8
     assert len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3-8b", "mixtral-8x7b"])
+def test_what_came_with_autopar_is_what_a_trace_gives(name: str) -> None:
+    """Of the file itself, whatever sources it says that it is of."""
+    entry = json.loads((shelf.SHIPPED / f"{shelf.name_of(configuration(name))}.json").read_text())
+    at = {m: entry["machines"][shelf.name_of(repr(load(m)))] for m in ("h100", "a100-80g", "b200")}
+    machines = [load(m) for m in sorted(at, key=lambda m: (at[m], m))][:: max(1, len(at) - 1)]
+    for machine, found in zip(machines, learn_on(machines, f"hf:{name}", "bf16", None)):
+        kept = Known.of(json.dumps(entry["known"][at[machine.name]]))
+        assert kept.text() == found.text(), "run python benchmarks/forms.py"
+
+
+def test_what_came_with_autopar_is_used_of_the_same_sources_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = configuration("gpt2"), load("h100x8"), "bf16"
+    monkeypatch.setattr(shelf, "SHIPPED", tmp_path / "forms")
+    shutil.copytree(shelf.ROOT / "presets" / "forms", tmp_path / "forms")
+    made = json.loads((tmp_path / "forms" / "made.json").read_text())
+    made.update(sources=shelf.sources_of(made["files"]), packages=shelf.packages())
+    (tmp_path / "forms" / "made.json").write_text(json.dumps(made))
+    found = shelf.shipped(*asked, None)
+    assert found is not None and found.title.startswith("GPT2LMHeadModel")
+    assert "cost/compute.py" in made["files"] and "trace/export.py" in made["files"]
+    others = ((*asked, 64), (*asked[:2], "fp32", None), (asked[0], load("cpux8"), "bf16", None), ({}, *asked[1:], None))
+    assert not any(shelf.shipped(*other) for other in others)
+    for changed in ({"sources": "0"}, {"packages": {"torch": "2.0"}}, {"files": ["gone.py"]}):
+        (tmp_path / "forms" / "made.json").write_text(json.dumps({**made, **changed}))
+        assert shelf.shipped(*asked, None) is None
 
 
 def damaged(path: Path) -> list[str]:
