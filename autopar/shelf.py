@@ -35,7 +35,8 @@ class Known:
 
     Args:
         families: of its layouts. title: class and size, for people. positions: of a row, what suits the model or was
-            asked for. width: bytes of an element of its parameters. sequential: whether rows have positions.
+            asked for. width: bytes of an element of its parameters. sequential: whether rows have positions. notes:
+            what tracing it warned of.
     """
 
     families: tuple[Family, ...]
@@ -43,6 +44,7 @@ class Known:
     positions: int
     width: int
     sequential: bool
+    notes: tuple[str, ...] = ()
 
     def text(self) -> str:
         """As JSON."""
@@ -54,7 +56,8 @@ class Known:
         """From ``text``. Raises one of ``BROKEN`` for anything else."""
         data = json.loads(text)
         families = from_data(data)
-        return Known(families, data["title"], data["positions"], data["width"], data["sequential"])
+        notes = tuple(map(str, data["notes"]))
+        return Known(families, data["title"], data["positions"], data["width"], data["sequential"], notes)
 
 
 def folder() -> Path | None:

@@ -1,11 +1,13 @@
 """What planning needs of a model that the command line names: kept from another time, or found out now."""
 
+import warnings
 from collections.abc import Sequence
 
 from autopar import shelf
 from autopar.cli.configurations import configured
 from autopar.cli.screen import Screen
 from autopar.cost.hardware import Hardware
+from autopar.errors import AutoparWarning
 from autopar.shelf import Known
 
 
@@ -22,6 +24,13 @@ def learned(
 
     Raises what tracing the model raises.
     """
+    found = _found(model, machine, precision, positions, screen, fresh)
+    for note in found.notes:
+        screen.say(f"warning: {note}")
+    return found
+
+
+def _found(model: str, machine: Hardware, precision: str, positions: int | None, screen: Screen, fresh: bool) -> Known:
     kind, _, name = model.partition(":")
     if kind != "hf" or not name:
         return learn(model, machine, precision, positions)
@@ -50,7 +59,10 @@ def learn_on(machines: Sequence[Hardware], model: str, precision: str, positions
     loaded.model.train()
     length = positions or loaded.sequence
     kwargs = loaded.kwargs(2, length)
-    made = families_on(machines, loaded.model, (), kwargs, precision=precision)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = families_on(machines, loaded.model, (), kwargs, precision=precision)
+    notes = tuple(dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, AutoparWarning)))
     title = loaded.description.removeprefix(f"{model}: ")
     sequential, width = Example.of((), kwargs).positions is not None, width_of(loaded.model)
-    return [Known(tuple(m.values()), title, length, width, sequential) for m in made]
+    return [Known(tuple(m.values()), title, length, width, sequential, notes) for m in made]

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,13 @@ def test_what_came_with_autopar_is_used_of_the_same_sources_alone(
     for changed in ({"sources": "0"}, {"packages": {"torch": "2.0"}}, {"files": ["gone.py"]}):
         (tmp_path / "forms" / "made.json").write_text(json.dumps({**made, **changed}))
         assert shelf.shipped(*asked, None) is None
+
+
+def test_what_a_trace_warned_of_is_said_again(cache: Path, known: Known, capsys: pytest.CaptureFixture[str]) -> None:
+    name = shelf.key(configuration("gpt2-tiny"), load("h100x8"), "bf16", None)
+    assert shelf.keep(name, replace(known, notes=("a thing was replaced",))) is None
+    assert main(["plan", "hf:gpt2-tiny", "h100x8"]) == 0
+    assert "warning: a thing was replaced" in capsys.readouterr().err
 
 
 def damaged(path: Path) -> list[str]:
