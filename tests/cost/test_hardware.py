@@ -31,7 +31,7 @@ def test_every_number_has_unit_and_source(name: str) -> None:
 def test_orders_of_magnitude(name: str) -> None:
     """A slip in a unit is off by a thousand."""
     hw = hardware.load(name)
-    assert 1e10 < hw.peak[torch.float64] <= hw.peak[torch.float32] <= hw.peak[torch.bfloat16] < 1e16
+    assert 1e10 < hw.peak["float64"] <= hw.peak["float32"] <= hw.peak["bfloat16"] < 1e16
     assert 1e9 <= hw.outer.bandwidth <= hw.inner.bandwidth < hw.memory_bandwidth < 1e13
     assert 4e9 < hw.memory_bytes < 1e12
     assert all(0 < e <= 1 for t in (hw.inner, hw.outer) for e in t.efficiency.values())
@@ -40,7 +40,7 @@ def test_orders_of_magnitude(name: str) -> None:
 
 def test_known_values_in_base_units() -> None:
     hw = hardware.load("a100-80g")
-    assert hw.peak[torch.bfloat16] == 312e12
+    assert hw.peak["bfloat16"] == 312e12
     assert hw.memory_bytes == 80e9
     assert hw.inner.bandwidth == 300e9
     assert hw.outer.efficiency["other"] == 0.9
@@ -80,7 +80,7 @@ def test_bad_files(tmp_path: Path, old: str, new: str) -> None:
 
 def test_dtypes_without_a_peak() -> None:
     hw = hardware.load("h100")
-    assert hw.flops_per_second(torch.int64) == hw.flops_per_second(torch.complex64) == hw.peak[torch.float32]
+    assert hw.flops_per_second(torch.int64) == hw.flops_per_second(torch.complex64) == hw.peak["float32"]
     with pytest.raises(AutoparError) as error:
         hw.flops_per_second(torch.float8_e4m3fn)
     assert error.value.slug == "no-peak"
