@@ -13,6 +13,7 @@ from autopar.ir.grouped import Body, written
 from autopar.ir.layout import I, Layout, Piece, Shard
 from autopar.ir.program import Spec, specs, tensor_args
 from autopar.ir.runs import runs_of
+from autopar.rules import along
 from autopar.rules.arguments import arguments, normal_dims, with_arguments
 from autopar.rules.experts import graph_of, layouts_inside, results_of
 from autopar.rules.place import Place, every_segment, run_start, segments_of
@@ -366,6 +367,7 @@ def _slice(node: fx.Node, place: Place) -> None:
 
 
 LOCAL: dict[Any, Callable[[fx.Node, Place], None]] = {
+    **along.LOCAL,
     aten.select.int: _select,
     aten.gather.default: _gather,
     aten.slice.Tensor: _slice,

@@ -4,6 +4,7 @@ A line says which factors of the op's dims are the same (``autopar.rules.notatio
 linear, and how its arguments change when it runs on shards (``autopar.rules.local``).
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from autopar.ir import ops
 from autopar.rules import builders as b
 from autopar.rules.attention import attention, ring_attention
 from autopar.rules.builders import Builder, along, permuted, pointwise, reduction, rule
+from autopar.rules.convolution import convolution
 from autopar.rules.counting import histogram
 from autopar.rules.experts import experts, stacked
 from autopar.rules.relation import Labels, Opaque, Relation
@@ -29,10 +31,10 @@ TABLE: dict[Any, Builder] = {
     aten.mv.default: rule("b i, i -> b", {0}, {1}),
     aten.dot.default: rule("i, i -> ", {0}, {1}),
     aten.matmul.default: b.matmul,
-    aten.convolution.default: b.convolution,
-    aten.conv1d.default: b.convolution,
-    aten.conv2d.default: b.convolution,
-    aten.conv3d.default: b.convolution,
+    aten.convolution.default: convolution,
+    aten.conv1d.default: convolution,
+    aten.conv2d.default: convolution,
+    aten.conv3d.default: convolution,
     # lookups and losses
     aten.embedding.default: b.embedding,
     ops.token_loss: rule("n.. v, n.. -> n.."),
@@ -196,6 +198,13 @@ TABLE: dict[Any, Builder] = {
 }
 
 INTERNAL = {ops.token_loss: frozenset({"v"})}
+SPREAD = frozenset(
+    {
+        aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim, aten.logsumexp.default, aten.softmax.int,
+        aten.log_softmax.int,
+    }
+)  # fmt: skip
+"""Ops that, along the dims that block others of their kind, communicate by themselves (``rules.along``)."""
 
 
 def has_rule(target: Any) -> bool:
@@ -213,5 +222,7 @@ def relation(node: fx.Node) -> Relation:
     else:
         return Opaque()
     if target in INTERNAL and isinstance(found, Labels):
-        return Labels(found.inputs, found.outputs, found.blocked, found.added, found.linear, INTERNAL[target])
+        return replace(found, internal=INTERNAL[target])
+    if target in SPREAD and isinstance(found, Labels):
+        return replace(found, blocked=frozenset(), internal=found.blocked)
     return found

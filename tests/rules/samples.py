@@ -52,6 +52,18 @@ def _many(r: Random, dims: tuple[Any, ...] = ([0], [1, -1], [0, 2])) -> list[Cal
     return [a(r(6, 4, 12), list(d)) for d in dims] + [a(r(6, 4, 12), [-1], True), a(r(1, 6), [0]), a(r(6), None)]
 
 
+def _tied(r: Random) -> list[Call]:
+    """Equal elements; rows with NaN, with infinities, and with nothing else."""
+    x = r.ints(3, 12, 6).to(F64)
+    x[5, 0], x[7, 0], x[2, 1], x[9, 2] = torch.nan, torch.nan, torch.inf, -torch.inf
+    x[:, 3], x[:6, 4] = -torch.inf, -torch.inf
+    return [a(x, 0), a(x.t().contiguous(), 1, True), a(r.ints(4, 6, 12), 1)]
+
+
+def _soft(r: Random) -> list[Call]:
+    return [a(r(6, 12), 0), a(r(6, 4, 12), -1), a(r(6, 12, 1), 1), a(_tied(r)[0][0][0], 0)]
+
+
 def _full(r: Random) -> list[Call]:
     return [a(r(6, 12)), a(r())]
 
@@ -74,8 +86,11 @@ def _conv(dims: int) -> Make:
     def make(r: Random) -> list[Call]:
         tail, taps = (5,) * dims, (2,) * dims
         unbatched = [a(r(4, *tail), r(6, 4, *taps), r(6))]
+        points, ones = (6,) * dims, (1,) * dims
+        each = [a(r(2, 4, *points), r(6, 4, *ones), r(6)), a(r(4, *points), r(4, 1, *ones), groups=4)]
+        each += [a(r(2, 4, *points), r(6, 4, *ones[1:], 2), r(6), padding=[0] * (dims - 1) + [1])]
         deep = [a(r(2, 12, *tail), r(12, 1, *taps), r(12), groups=12), a(r(12, *tail), r(24, 1, *taps), groups=12)]
-        return [a(r(4, 4, *tail), r(6, 4, *taps), r(6)), a(r(6, 4, *tail), r(12, 4, *taps)), *unbatched, *deep]
+        return [a(r(4, 4, *tail), r(6, 4, *taps), r(6)), a(r(6, 4, *tail), r(12, 4, *taps)), *unbatched, *deep, *each]
 
     return make
 
@@ -89,6 +104,10 @@ def _convolution(r: Random) -> list[Call]:
         a(r(4, 4, 5, 5), r(4, 2, 2, 2), r(4), *plain, False, no, 2),
         a(r(4, 4, 3, 3), r(4, 3, 2, 2), r(6), *plain, True, no, 2),
         a(r(4, 6, 5), r(4, 6, 2), r(4), [1], [0], [1], False, [0], 1),
+        a(r(4, 6, 12), r(4, 6, 1), r(4), [1], [0], [1], False, [0], 1),
+        a(r(2, 6, 12), r(6, 4, 1), r(4), [1], [0], [1], True, [0], 1),
+        a(r(2, 6, 6, 6), r(6, 4, 1, 2), r(8), [1], [0, 1], [1, 1], True, [0, 0], 2),
+        a(r(2, 6, 6, 5), r(6, 4, 1, 1), None, [1, 2], [0, 2], [1, 1], True, [0, 0], 1),
         a(r(4, 24, 5), r(12, 2, 2), r(12), [1], [0], [1], False, [0], 12),
         a(r(2, 24, 3), r(24, 2, 2), r(24), [1], [0], [1], True, [0], 12),
     ]
@@ -215,12 +234,12 @@ MAKE: dict[Any, Make] = {
     aten.sum.dim_IntList: _many,
     aten.mean.default: _full,
     aten.mean.dim: _many,
-    aten.amax.default: lambda r: _many(r)[:-1],
-    aten.amin.default: lambda r: _many(r)[:-1],
+    aten.amax.default: lambda r: [*_many(r)[:-1], *_tied(r), a(r.bools(6, 12), [1])],
+    aten.amin.default: lambda r: [*_many(r)[:-1], *_tied(r), a(r.bools(6, 12), [1])],
     aten.max.default: _full,
     aten.min.default: _full,
-    aten.max.dim: _reduce,
-    aten.min.dim: _reduce,
+    aten.max.dim: lambda r: [*_reduce(r), *_tied(r), a(r.bools(6, 12), 1)],
+    aten.min.dim: lambda r: [*_reduce(r), *_tied(r), a(r.bools(6, 12), 1)],
     aten.argmax.default: lambda r: [*_reduce(r), a(r(6, 4))],
     aten.argmin.default: lambda r: [*_reduce(r), a(r(6, 4))],
     aten.histc.default: lambda r: [a(r.ints(6, 4, 12).to(F64), 6, 0, 5), a(r(12), 3, -1.0, 1.0), a(r(12), 5)],
@@ -230,11 +249,11 @@ MAKE: dict[Any, Make] = {
     aten.all.dim: lambda r: _reduce(r, r.bools),
     aten.prod.default: _full,
     aten.prod.dim_int: _reduce,
-    aten.logsumexp.default: lambda r: [a(r(6, 12), [0]), a(r(6, 4, 12), [1, 2], True)],
+    aten.logsumexp.default: lambda r: [a(r(6, 12), [0]), a(r(6, 4, 12), [1, 2], True), _tied(r)[0]],
     aten.linalg_vector_norm.default: lambda r: [a(r(6, 12)), a(r(6, 4, 12), 2, [1], True), a(r(6, 12), 3, [0])],
-    aten.softmax.int: lambda r: [a(r(6, 12), 0), a(r(6, 4, 12), -1)],
+    aten.softmax.int: _soft,
     aten._softmax.default: lambda r: [a(r(6, 12), 1, False)],
-    aten.log_softmax.int: lambda r: [a(r(6, 12), 0), a(r(6, 4, 12), -1)],
+    aten.log_softmax.int: _soft,
     aten._log_softmax.default: lambda r: [a(r(6, 12), 1, False)],
     aten.cumsum.default: lambda r: [a(r(6, 12), 0), a(r(6, 4, 12), -2)],
     aten.cumprod.default: lambda r: [a(r(6, 12), 0), a(r(6, 4, 12), -2)],
