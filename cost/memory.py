@@ -98,11 +98,11 @@ class Saved:
 _INPUT = words(
     "pow square gelu silu abs sin cos log log_sigmoid erf mish hardswish hardtanh hardsigmoid softplus clamp clamp_min "
     "clamp_max layer_norm native_layer_norm rms_norm group_norm leaky_relu elu glu amax amin max min prod var norm "
-    "logsumexp linalg_vector_norm avg_pool2d"
+    "logsumexp linalg_vector_norm avg_pool2d extreme"
 )
 _OUTPUT = words(
     "exp expm1 sqrt rsqrt reciprocal sigmoid tanh relu softmax _softmax log_softmax _log_softmax log_sigmoid amax amin "
-    "max min prod norm logsumexp linalg_vector_norm"
+    "max min prod norm logsumexp linalg_vector_norm extreme extreme_at"
 )
 _INPUTS = words("maximum minimum atan2 mse_loss")
 _NOTHING = words(

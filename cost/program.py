@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from autopar.cost import communication, compute, experts, memory
+from autopar.cost import along, communication, compute, experts, memory
 from autopar.cost.communication import Link
 from autopar.cost.compute import Shapes, differentiable, node_cost
 from autopar.cost.hardware import Hardware
@@ -21,7 +21,7 @@ from autopar.cost.symbols import Number, axis_sizes, product
 from autopar.cost.zero import Stage
 from autopar.ir import ops
 from autopar.ir.layout import I, Layout, R
-from autopar.ir.program import Param, Program, Spec, specs
+from autopar.ir.program import Param, Program, Spec, specs, tensor_args
 
 Key = tuple[str, str, str]
 
@@ -156,7 +156,8 @@ def sent_inside(node: fx.Node, shapes: Shapes, sizes: Sizes) -> Iterator[tuple[s
     """(axis, what, collective, part of the step, bytes of all ranks) of the messages that an op has inside.
 
     Ring attention: keys and values around the axis, N-1 times a rank's part; again backward, with their gradients.
-    Experts: rows go to their experts and come back, the same in the backward.
+    Experts: rows go to their experts and come back, the same in the backward. Reductions and softmaxes along a dim that
+    is shared out: all-reduces of what is left of it.
     """
     whens = (FORWARD, BACKWARD) if differentiable(node) else (FORWARD,)
     if node.target is ops.ring_attention:
@@ -172,6 +173,10 @@ def sent_inside(node: fx.Node, shapes: Shapes, sizes: Sizes) -> Iterator[tuple[s
         for local in ways:
             for when in whens:
                 yield axis, "all_to_all", "all_to_all", when, local * sizes[axis]
+    for when, whole in along.messages(node, shapes):
+        for dim in along.dims_along(node):
+            for axis, _ in layouts(tensor_args(node)[0])[0].shards(dim):
+                yield axis, "all_reduce", "all_reduce", when, whole
 
 
 def _inside(

@@ -11,7 +11,7 @@ from autopar.ir.mesh import TIME, Mesh
 from autopar.ir.program import Form, Output, Program, tensor_args
 from autopar.passes.base import Context, Pass
 from autopar.rules.relation import Assignment
-from autopar.rules.strategies import strategies
+from autopar.rules.strategies import strategies, talks
 from autopar.solve.annotate import clash, clashes, layouts, shares, write
 from autopar.solve.candidates import Candidates, relations_of, spread
 from autopar.solve.fallback import report_opaque
@@ -82,10 +82,11 @@ class DataParallel(Pass):
         self, program: Program, context: Context, flow: Flow, found: Candidates, axis: str, shard: Shard
     ) -> Choices:
         """The space of one data axis: the batch factor only."""
-        options = {
-            node: [a for a in strategies(node, found.ports(flow, node), found.relations[node]) if not clashes(node, a)]
-            for node, _ in flow.ops
-        }
+        options = {}
+        for node, _ in flow.ops:
+            rel = found.relations[node]
+            every = (a for a in strategies(node, found.ports(flow, node), rel) if not clashes(node, a))
+            options[node] = [a for a in every if axis != TIME or not talks(rel, a)]
         left = shares(flow, _sizes(program.mesh))
         prices = op_prices(flow, context.hardware, program.mesh, axis, left)
 

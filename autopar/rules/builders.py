@@ -59,7 +59,7 @@ def cast(node: fx.Node) -> Labels:
 
 
 def reduction(summing: bool) -> Builder:
-    """Over ``dim``: a sum (or a mean) leaves a partial result where a reduced dim is sharded; others block it."""
+    """Over ``dim``: a sum (or a mean) leaves a partial result where a reduced dim is sharded; others are blocked."""
 
     def build(node: fx.Node) -> Labels:
         known = arguments(node)

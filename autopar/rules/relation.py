@@ -44,7 +44,7 @@ class Labels:
         added: inputs that are added to the result rather than multiplied into it; they become P when a label is
         contracted.
         linear: sets of inputs in which the op is linear jointly: all of a set P and the rest whole gives P.
-        internal: labels over which the op communicates by itself; its outputs are then whole and invariant.
+        internal: labels over which the op communicates by itself; outputs without them are then whole and invariant.
     """
 
     inputs: tuple[Dims, ...]

@@ -7,7 +7,7 @@ from torch import fx
 from autopar.ir.layout import I, R, Shard, Type
 from autopar.ir.program import Spec, specs, tensor_args
 from autopar.rules.experts import Experts
-from autopar.rules.relation import Assignment, Relation
+from autopar.rules.relation import Assignment, Labels, Relation
 from autopar.rules.table import relation
 
 
@@ -48,6 +48,14 @@ def strategies(node: fx.Node, ports: Sequence[Iterable[Shard]], rel: Relation | 
         for made in rel.exchanges([list(shards) for shards in ports]):
             found[_canonical(made, ins, outs)] = None
     return list(found)
+
+
+def talks(rel: Relation, a: Assignment) -> bool:
+    """Whether an op whose inputs are sharded so communicates by itself."""
+    if not isinstance(rel, Labels):
+        return False
+    shards = ((dims, t) for dims, t in zip(rel.inputs, a.inputs, strict=True) if isinstance(t, Shard))
+    return any(dims[t.dim] in rel.internal for dims, t in shards)
 
 
 def _canonical(a: Assignment, ins: list[bool], outs: list[bool]) -> Assignment:

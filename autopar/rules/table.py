@@ -4,6 +4,7 @@ A line says which factors of the op's dims are the same (``autopar.rules.notatio
 linear, and how its arguments change when it runs on shards (``autopar.rules.local``).
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -196,6 +197,8 @@ TABLE: dict[Any, Builder] = {
 }
 
 INTERNAL = {ops.token_loss: frozenset({"v"})}
+SPREAD = frozenset({aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim})
+"""Ops that, along the dims that block others of their kind, communicate by themselves (``rules.along``)."""
 
 
 def has_rule(target: Any) -> bool:
@@ -213,5 +216,7 @@ def relation(node: fx.Node) -> Relation:
     else:
         return Opaque()
     if target in INTERNAL and isinstance(found, Labels):
-        return Labels(found.inputs, found.outputs, found.blocked, found.added, found.linear, INTERNAL[target])
+        return replace(found, internal=INTERNAL[target])
+    if target in SPREAD and isinstance(found, Labels):
+        return replace(found, blocked=frozenset(), internal=found.blocked)
     return found

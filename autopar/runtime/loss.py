@@ -45,7 +45,7 @@ class _TokenLoss(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, axis: Axis, runs: Runs, total: int
     ) -> Tensor:
-        wide = logits.to(_accumulation(logits.dtype))
+        wide = logits.to(accumulation(logits.dtype))
         ignored = target == ignore_index
         top = wide.amax(-1) if wide.shape[-1] else wide.new_full(target.shape, -torch.inf)
         top = reduced(top, axis, "max")
@@ -72,7 +72,8 @@ class _TokenLoss(torch.autograd.Function):
         return out.to(logits.dtype), None, None, None, None, None
 
 
-def _accumulation(dtype: torch.dtype) -> torch.dtype:
+def accumulation(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums of ``dtype`` are taken."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from torch import fx
 
+from autopar.cost.along import messages
 from autopar.cost.communication import collective_seconds, link_of
 from autopar.cost.communication import seconds as conversion_seconds
 from autopar.cost.compute import node_cost
@@ -15,6 +16,8 @@ from autopar.ir import ops
 from autopar.ir.layout import Shard, Type
 from autopar.ir.mesh import Mesh
 from autopar.rules.relation import Assignment
+from autopar.rules.strategies import talks
+from autopar.rules.table import SPREAD, relation
 from autopar.solve.flow import Flow
 
 MICRO = 1e6
@@ -44,12 +47,21 @@ def op_prices(
         link = link_of(hardware, mesh, axis)
         return both * UNEVEN * MICRO * sum(float(collective_seconds("all_to_all", b, ways, link)) for b in sent)
 
+    @lru_cache(maxsize=None)
+    def reduced(node: fx.Node) -> float:
+        """Of what is left of a dim that an op runs along."""
+        out = flow.outputs(node)[0]
+        share, link = shares.get(-1 if out is None else out, 1.0), link_of(hardware, mesh, axis)
+        sent = (b * share for _, b in messages(node))
+        return MICRO * sum(float(collective_seconds("all_reduce", b, ways, link)) for b in sent)
+
     def price(node: fx.Node, a: Assignment) -> float:
         shards = [t for t in (*a.inputs, *a.outputs) if isinstance(t, Shard)]
         if not shards:
             return whole(node)
         chosen = node.target is ops.experts and isinstance(a.inputs[3], Shard) and a.inputs[3].dim == 0
         sent = travel(node) if chosen and isinstance(a.inputs[0], Shard) else 0.0
+        sent += reduced(node) if node.target in SPREAD and talks(relation(node), a) else 0.0
         return sent + whole(node) / ways * (1.0 if all(s.even for s in shards) and not chosen else UNEVEN)
 
     return price

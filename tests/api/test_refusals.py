@@ -280,3 +280,13 @@ def test_coupled_rows_outside_of_any_module() -> None:
         autopar.parallelize(Centred(), "dp=1", args=(torch.ones(4, 4),), strategy="microbatches=2")
     assert raised.value.slug == "batch-coupled-loss"
     assert raised.value.message.count("sub_tensor") == 1, raised.value
+
+
+def test_the_largest_of_all_rows_is_not_known_to_microbatches() -> None:
+    class Highest(Centred):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.one(x).amax(0).sum()
+
+    with pytest.raises(AutoparError) as raised:
+        autopar.parallelize(Highest(), "dp=1", args=(torch.ones(4, 4),), strategy="microbatches=2")
+    assert raised.value.slug == "batch-coupled-loss"

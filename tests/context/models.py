@@ -168,6 +168,25 @@ class Pooled(nn.Module):
         return self.head(torch.cat([x.mean(1), x[:, 0]], -1))
 
 
+class Extremes(nn.Module):
+    """Largest and smallest of the tokens that are no padding; tokens are rounded, so that many are equal."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.attend, self.head = form, Attend(), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        x = self.attend(x)
+        x = x.round().detach() + (x - x.detach())
+        low, high = x.masked_fill(~keep[..., None], -torch.inf), x.masked_fill(~keep[..., None], torch.inf)
+        if self.form == "all":
+            return self.head(low.amax(1) + high.amin(1))
+        if self.form == "first":
+            return self.head(low.max(1).values + high.min(1, keepdim=True).values[:, 0])
+        top, where = low.max(1)
+        return self.head(top * where)
+
+
 class Convolved(nn.Module):
     """A convolution along the sequence after an attention."""
 

@@ -2,6 +2,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autopar
+from autopar.cost import load, price
 from autopar.errors import AutoparError
 from autopar.ir import ops
 from autopar.ir.layout import I, P, Piece, R, Shard
@@ -71,6 +73,34 @@ def test_what_couples_rows_is_reduced():
     ).program
     rows = conversions(run(program, "data-parallel,reshard"))
     assert [(a, src, dst) for _, a, src, dst in rows if src == P] == [("dp", P, R)]
+
+
+class Highest(nn.Module):
+    """Rows are coupled: of each feature the largest of the batch is taken away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        return x - x.amax(0, keepdim=True)
+
+
+def test_the_largest_of_all_rows_is_reduced_and_gathered_nowhere():
+    mesh, args = Mesh.parse("dp=2"), (torch.randn(4, 64),)
+    program = trace(Highest(), args, {}, mesh=mesh, loss=lambda y: (y**2).sum()).program
+    found = run(program, "data-parallel,reshard")
+    assert not [c for c in conversions(found) if isinstance(c[2], Shard)]
+    sent = [(t.axis, t.collective, t.calls, t.bytes) for t in price(found, load("h100")).traffic if t.when == "forward"]
+    assert sent == [("dp", "all_reduce", 2, 2 * 64 * 4)]  # 2b(N-1)/N each: maxima, and how many are equal
+
+
+@pytest.mark.parametrize("rows", [4, 5])
+def test_the_largest_of_all_rows_is_exact(rows):
+    x = torch.randn(rows, 64).round()
+    report = autopar.verify(Highest(), "dp=2", args=(x,), loss=lambda y: (y**3).sum())
+    assert report.ok, str(report)
 
 
 class Reversed(nn.Module):

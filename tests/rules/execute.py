@@ -15,6 +15,7 @@ from autopar.rules.local import localize_node
 from autopar.rules.place import Place
 from autopar.rules.relation import Assignment
 from autopar.rules.strategies import strategies
+from autopar.runtime import along
 from autopar.runtime.axis import Axis
 from autopar.runtime.dispatch import dispatched_experts
 from autopar.runtime.load import Loads
@@ -27,6 +28,7 @@ from tests.rules.shards import cut, shards, whole
 from tests.runtime.table import axis_of
 
 DUAL: dict[Type, Type] = {I: I, R: P, P: R}
+ALONG = (along.extreme, along.extreme_at, along.logsumexp, along.softmax, along.log_softmax)
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9, "equal_nan": True}
 
 
@@ -115,7 +117,7 @@ def check(op: Op, a: Assignment, ways: int, seed: int = 0) -> None:
 
 def _talks(node: fx.Node) -> bool:
     """Whether the op communicates by itself."""
-    return node.target in (token_loss, ring_attention, dispatched_experts)
+    return node.target in (token_loss, ring_attention, dispatched_experts, *ALONG)
 
 
 def localized(op: Op, a: Assignment, ways: int, coordinate: int) -> fx.Node:

@@ -52,6 +52,14 @@ def _many(r: Random, dims: tuple[Any, ...] = ([0], [1, -1], [0, 2])) -> list[Cal
     return [a(r(6, 4, 12), list(d)) for d in dims] + [a(r(6, 4, 12), [-1], True), a(r(1, 6), [0]), a(r(6), None)]
 
 
+def _tied(r: Random) -> list[Call]:
+    """Equal elements; rows with NaN, with infinities, and with nothing else."""
+    x = r.ints(3, 12, 6).to(F64)
+    x[5, 0], x[7, 0], x[2, 1], x[9, 2] = torch.nan, torch.nan, torch.inf, -torch.inf
+    x[:, 3], x[:6, 4] = -torch.inf, -torch.inf
+    return [a(x, 0), a(x.t().contiguous(), 1, True), a(r.ints(4, 6, 12), 1)]
+
+
 def _full(r: Random) -> list[Call]:
     return [a(r(6, 12)), a(r())]
 
@@ -215,12 +223,12 @@ MAKE: dict[Any, Make] = {
     aten.sum.dim_IntList: _many,
     aten.mean.default: _full,
     aten.mean.dim: _many,
-    aten.amax.default: lambda r: _many(r)[:-1],
-    aten.amin.default: lambda r: _many(r)[:-1],
+    aten.amax.default: lambda r: [*_many(r)[:-1], *_tied(r), a(r.bools(6, 12), [1])],
+    aten.amin.default: lambda r: [*_many(r)[:-1], *_tied(r), a(r.bools(6, 12), [1])],
     aten.max.default: _full,
     aten.min.default: _full,
-    aten.max.dim: _reduce,
-    aten.min.dim: _reduce,
+    aten.max.dim: lambda r: [*_reduce(r), *_tied(r), a(r.bools(6, 12), 1)],
+    aten.min.dim: lambda r: [*_reduce(r), *_tied(r), a(r.bools(6, 12), 1)],
     aten.argmax.default: lambda r: [*_reduce(r), a(r(6, 4))],
     aten.argmin.default: lambda r: [*_reduce(r), a(r(6, 4))],
     aten.histc.default: lambda r: [a(r.ints(6, 4, 12).to(F64), 6, 0, 5), a(r(12), 3, -1.0, 1.0), a(r(12), 5)],
