@@ -1,7 +1,5 @@
 """What reductions and softmaxes send along a dim that is shared out: all-reduces of what is left of it."""
 
-from typing import Any
-
 from torch import fx
 
 from autopar.cost.compute import Shapes, global_values
@@ -12,7 +10,7 @@ from autopar.rules.arguments import arguments, normal_dims
 from autopar.rules.table import SPREAD, aten
 
 INDEXED = (aten.max.dim, aten.min.dim)
-SOFT: tuple[Any, ...] = ()
+SOFT = (aten.softmax.int, aten.log_softmax.int)
 INDEX = 8  # bytes of an index, and of an integer on the wire
 
 

@@ -69,9 +69,33 @@ def _extreme_at(way: str) -> Rewrite:
     return rewrite
 
 
+def _logsumexp(node: fx.Node, place: Place) -> None:
+    known, rank = arguments(node), len(tensor_args(node)[0].meta["spec"].shape)
+    dims = normal_dims(known["dim"], rank)
+    if axes := handles(place, dims):
+        node.args = (known["self"], dims, bool(known["keepdim"]), axes)
+        node.target, node.kwargs = along.logsumexp, {}
+
+
+def _soft(target: Callable[..., Any]) -> Rewrite:
+    """softmax or log_softmax; a cast is an op of its own."""
+
+    def rewrite(node: fx.Node, place: Place) -> None:
+        known, rank = arguments(node), len(tensor_args(node)[0].meta["spec"].shape)
+        dims = normal_dims(known["dim"], rank)
+        assert known["dtype"] is None, node
+        if axes := handles(place, dims):
+            node.args, node.target, node.kwargs = (known["self"], dims[0], axes), target, {}
+
+    return rewrite
+
+
 LOCAL: dict[Any, Rewrite] = {
     aten.mean.dim: _mean,
     aten.mean.default: _mean,
+    aten.logsumexp.default: _logsumexp,
+    aten.softmax.int: _soft(along.softmax),
+    aten.log_softmax.int: _soft(along.log_softmax),
     aten.amax.default: _extreme("max"),
     aten.amin.default: _extreme("min"),
     aten.max.dim: _extreme_at("max"),

@@ -197,7 +197,12 @@ TABLE: dict[Any, Builder] = {
 }
 
 INTERNAL = {ops.token_loss: frozenset({"v"})}
-SPREAD = frozenset({aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim})
+SPREAD = frozenset(
+    {
+        aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim, aten.logsumexp.default, aten.softmax.int,
+        aten.log_softmax.int,
+    }
+)  # fmt: skip
 """Ops that, along the dims that block others of their kind, communicate by themselves (``rules.along``)."""
 
 

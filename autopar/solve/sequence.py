@@ -134,7 +134,7 @@ def _refused(node: fx.Node, shape: tuple[int, ...], shard: Shard, axis: str) -> 
     source = f" ({node.meta['source']})" if node.meta.get("source") else ""
     name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
     hint = ""
-    if node.target in (aten.matmul.default, aten.bmm.default, aten.softmax.int, aten._softmax.default):
+    if node.target in (aten.matmul.default, aten.bmm.default):
         hint = ": attention in a form that is not recognized"
     return AutoparError(
         "whole-sequence",

@@ -187,6 +187,32 @@ class Extremes(nn.Module):
         return self.head(top * where)
 
 
+class Weighed(nn.Module):
+    """Tokens are weighed by a softmax over the sequence of scores that no query has."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.attend, self.head = form, Attend(), nn.Linear(D, 3)
+        self.score, self.query = nn.Linear(D, 4 if form == "heads" else 1), nn.Parameter(torch.linspace(-1.0, 1.0, D))
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        x = self.attend(x)
+        if self.form == "column":
+            scores = self.score(x).masked_fill(~keep[..., None], -torch.inf)
+            return self.head((scores.softmax(1) * x).sum(1))
+        if self.form == "heads":
+            return self.head(torch.einsum("bsh,bsd->bhd", self.score(x).softmax(1), x))
+        scores = x @ self.query if self.form == "query" else self.score(torch.tanh(x)).squeeze(-1)
+        scores = scores.masked_fill(~keep, torch.finfo(scores.dtype).min)
+        if self.form == "log":
+            logs = scores.log_softmax(-1)
+            return self.head((logs.exp()[..., None] * x).sum(1)) + (logs * keep).mean(1)[:, None]
+        if self.form == "sum":
+            return self.head(x.logsumexp(1)) + torch.logsumexp(scores, -1, keepdim=True)
+        weights = scores.softmax(-1, dtype=torch.float32).to(x.dtype)
+        return self.head((weights.unsqueeze(1) @ x).squeeze(1))
+
+
 class Convolved(nn.Module):
     """A convolution along the sequence after an attention."""
 

@@ -205,6 +205,37 @@ def test_a_missing_layout_is_refused() -> None:
     assert "gelu" in error.value.message
 
 
+@pytest.mark.parametrize(
+    ("target", "args", "widths"),
+    [
+        (aten.softmax.int, (1,), {"forward": [4, 4], "backward": [4]}),
+        (aten.log_softmax.int, (-2,), {"forward": [4, 4], "backward": [4]}),
+        (aten.logsumexp.default, ([1],), {"forward": [4, 4]}),
+        (aten.amax.default, ([1],), {"forward": [4, 4]}),
+        (aten.max.dim, (1,), {"forward": [4, 8]}),
+        (aten.softmax.int, (2,), {}),
+    ],
+)
+def test_what_runs_along_a_shared_dim_sends_what_is_left_of_it(target, args, widths) -> None:
+    """All-reduces of 2b(N-1)/N; rows that another axis shares out are this rank's."""
+    build, n = Builder(), 4
+    along = plain_shard(1, 64, n)
+    rows = plain_shard(0, 6, 2)
+    assert along and rows
+    x = build.placeholder("x", (6, 64, 10), torch.bfloat16, Layout.of({"dp": rows, "cp": along}))
+    soft = "softmax" in str(target)
+    y = build.call(target, x, *args, layout=Layout.of({"dp": rows, "cp": along if soft else I}))
+    if target is aten.max.dim:
+        y.meta["layout"] = (y.meta["layout"],) * 2
+    build.graph.output((y,))
+    found = price(Program(Mesh.of({"dp": 2, "cp": n}), build.graph, {}, {}, (), (), form=Form.RESHARDED), HW)
+    assert {t.collective for t in found.traffic} <= {"all_reduce"}
+    for when in ("forward", "backward"):
+        each = widths.get(when, [])
+        assert found.calls("cp", when) == len(each)
+        assert found.wire_bytes("cp", when) == sum(2 * w * 3 * 10 * (n - 1) / n for w in each)
+
+
 def test_a_traced_program_on_one_rank() -> None:
     build = Builder()
     x = build.placeholder("x", (4, 8), torch.float32, Layout())

@@ -60,6 +60,10 @@ def _tied(r: Random) -> list[Call]:
     return [a(x, 0), a(x.t().contiguous(), 1, True), a(r.ints(4, 6, 12), 1)]
 
 
+def _soft(r: Random) -> list[Call]:
+    return [a(r(6, 12), 0), a(r(6, 4, 12), -1), a(r(6, 12, 1), 1), a(_tied(r)[0][0][0], 0)]
+
+
 def _full(r: Random) -> list[Call]:
     return [a(r(6, 12)), a(r())]
 
@@ -238,11 +242,11 @@ MAKE: dict[Any, Make] = {
     aten.all.dim: lambda r: _reduce(r, r.bools),
     aten.prod.default: _full,
     aten.prod.dim_int: _reduce,
-    aten.logsumexp.default: lambda r: [a(r(6, 12), [0]), a(r(6, 4, 12), [1, 2], True)],
+    aten.logsumexp.default: lambda r: [a(r(6, 12), [0]), a(r(6, 4, 12), [1, 2], True), _tied(r)[0]],
     aten.linalg_vector_norm.default: lambda r: [a(r(6, 12)), a(r(6, 4, 12), 2, [1], True), a(r(6, 12), 3, [0])],
-    aten.softmax.int: lambda r: [a(r(6, 12), 0), a(r(6, 4, 12), -1)],
+    aten.softmax.int: _soft,
     aten._softmax.default: lambda r: [a(r(6, 12), 1, False)],
-    aten.log_softmax.int: lambda r: [a(r(6, 12), 0), a(r(6, 4, 12), -1)],
+    aten.log_softmax.int: _soft,
     aten._log_softmax.default: lambda r: [a(r(6, 12), 1, False)],
     aten.cumsum.default: lambda r: [a(r(6, 12), 0), a(r(6, 4, 12), -2)],
     aten.cumprod.default: lambda r: [a(r(6, 12), 0), a(r(6, 4, 12), -2)],

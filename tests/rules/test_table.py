@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from autopar.ir import ops
-from autopar.ir.layout import I, P, Shard, plain_shard
+from autopar.ir.layout import I, P, Piece, Shard, plain_shard
 from autopar.ir.layout import R as RR
 from autopar.rules.attention import Attention
 from autopar.rules.relation import Assignment, Grouped
 from autopar.rules.strategies import legal
-from autopar.rules.table import TABLE, aten, relation
+from autopar.rules.table import SPREAD, TABLE, aten, relation
 from autopar.runtime.shards import gathered
 from tests.rules.execute import Op, check
 from tests.rules.samples import MAKE, Random, calls
@@ -57,8 +57,8 @@ def test_line(target, ways):
 R = Random(0)
 Q, K, V = R(2, 4, 4, 2), R(2, 4, 4, 2), R(2, 4, 4, 2)
 BLOCKED = [  # op, its call, and the port and dim that must not be sharded
-    (aten.softmax.int, (R(4, 6), 1), 0, 1),
-    (aten.log_softmax.int, (R(4, 6), 1), 0, 1),
+    (aten._softmax.default, (R(4, 6), 1, False), 0, 1),
+    (aten._log_softmax.default, (R(4, 6), 1, False), 0, 1),
     (aten.cumsum.default, (R(4, 6), 1), 0, 1),
     (aten.sort.default, (R(4, 6), 1), 0, 1),
     (aten.prod.dim_int, (R(4, 6), 1, True), 0, 1),
@@ -104,6 +104,17 @@ def test_an_index_that_no_rank_has_is_refused_by_all(index):
             gathered(R(4, 3), 1, torch.full((4, 1), index), tuple(runs), 6)
 
 
+@pytest.mark.parametrize("target", sorted(SPREAD, key=name_of), ids=name_of)
+@pytest.mark.parametrize("sizes", [(0, 12), (5, 7, 0), (3, 0, 0, 9)])
+def test_ranks_may_hold_nothing_of_a_dim_that_is_reduced(target, sizes):
+    shard = Shard(0, (Piece(12, 12, 1, sizes),))
+    for args, kwargs in (((R(12, 4), 0), {}), ((R.ints(3, 12, 4).double(), 0), {})):
+        op = Op.of(target, args, kwargs)
+        a = relation(op.node).transfer(0, shard)
+        assert a is not None and a.inputs == (shard,)
+        check(op, a, len(sizes))
+
+
 def test_a_shard_that_cuts_a_group_of_channels_is_refused():
     op = Op.of(aten.convolution.default, (R(2, 6, 5), R(6, 2, 2), None, [1], [0], [1], False, [0], 3), {})
     assert relation(op.node).transfer(0, plain_shard(1, 6, 3)) is not None
@@ -133,6 +144,9 @@ HEADS = plain_shard(1, 4, 2)
         (aten.mean.dim, (R(4, 6), [1]), (S0,), (S0,)),
         (aten.sum.default, (R(4, 6),), (S1,), (P,)),
         (aten.softmax.int, (R(4, 6), 1), (S0,), (S0,)),
+        (aten.softmax.int, (R(4, 6), 1), (S1,), (S1,)),
+        (aten.log_softmax.int, (R(4, 6), -1), (S1,), (S1,)),
+        (aten.logsumexp.default, (R(4, 6), [1]), (S1,), (I,)),
         (aten.amax.default, (R(4, 6), [1]), (S1,), (I,)),
         (aten.max.dim, (R(4, 6), 1), (S1,), (I, I)),
         (aten.layer_norm.default, (R(4, 6), [6], R(6), R(6)), (S0, RR, RR), (S0,)),
@@ -165,6 +179,8 @@ def test_strategies_that_must_be_there(target, args, inputs, outputs):
         (aten.linear.default, (R(4, 6), R(2, 6)), (plain_shard(0, 4, 2), I), (plain_shard(0, 4, 2),)),
         (ops.token_loss, (R(4, 6), R.ints(6, 4), 0), (RR, I), (I,)),
         (aten.amax.default, (R(4, 6), [1]), (S1,), (RR,)),
+        (aten.logsumexp.default, (R(4, 6), [1]), (S1,), (P,)),
+        (aten.softmax.int, (R(4, 6), 1), (P,), (P,)),
         (ops.attention, (Q, K, V), (P, RR, RR), (P,)),
     ],
 )

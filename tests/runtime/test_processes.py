@@ -19,6 +19,7 @@ from autopar.runtime.axis import Axis, axes_of, device_mesh_of
 from autopar.runtime.loss import token_loss, vocabulary_embedding
 from autopar.runtime.random import Rng, Streams, attention_with_dropout, dropout
 from autopar.runtime.simulate import run_ranks
+from tests.runtime import test_along as along
 from tests.runtime.table import DUAL, ROWS, held, meaning, sample, segment_cases
 
 WORLD = 2
@@ -59,6 +60,8 @@ def functions(axis: Axis) -> dict[str, tuple[Callable[..., Tensor], tuple[Any, .
     mine = ((8 * axis.coordinate, 8),)
     out["token_loss"] = (token_loss, (x, target, -100, axis, mine, 16))
     out["vocabulary_embedding"] = (vocabulary_embedding, (x, target.abs() % 16, mine, 3, 16))
+    for name, part in along.parts((axis,), axis.coordinate).items():
+        out[name] = (part, (x[:, : sum(n for _, n in along.RUNS[axis.coordinate])],))
     rng = Streams(1).at("a")
     out["dropout"] = (dropout, (x, 0.5, "k", (axis,), rng))
     out["attention"] = (
@@ -89,6 +92,7 @@ def worker(rank: int, folder: str) -> None:
     mesh = Mesh.of({"tp": WORLD})
     axis = axes_of(mesh, device_mesh_of(mesh, "cpu"))["tp"]
     torch.save(rows(axis), f"{folder}/{rank}.pt")
+    along.same(axis)
     compiled(axis)
     # A simulation inside leaves the real group as it was.
     assert run_ranks(3, lambda r: dist.get_world_size()) == [3] * 3
