@@ -7,7 +7,7 @@ from torch import fx, ops
 from autopar.ir.program import Spec, specs, tensor_args
 from autopar.rules.arguments import arguments, normal_dims, shape_of
 from autopar.rules.notation import labels
-from autopar.rules.relation import Cut, Dims, Grouped, Labels, Relation, Reshape, Segments
+from autopar.rules.relation import Cut, Dims, Labels, Relation, Reshape, Segments
 
 Builder = Callable[[fx.Node], Relation]
 LabelBuilder = Callable[[fx.Node], Labels]
@@ -280,26 +280,6 @@ def addmm(node: fx.Node) -> Labels:
     return labels(
         f"{bias}, b i, i o -> b o", input_shapes(node), output_shapes(node), (frozenset({0, 1}), frozenset({0, 2}))
     )
-
-
-def convolution(node: fx.Node) -> Labels | Grouped:
-    """n c .., o c .. -> n o ..: spatial dims are blocked. Grouped ones take whole groups of channels."""
-    known = arguments(node)
-    ins, out = input_shapes(node), output_shapes(node)[0]
-    spatial, taps, outs = ([f"{kind}{i}" for i in range(len(ins[1]) - 2)] for kind in "xyz")
-    batch = ["n"] * (len(out) - len(outs) - 1)
-    groups, turned = known.get("groups", 1), bool(known.get("transposed"))
-    weight = ["c", "o"] if turned else ["o", "c"]
-    if groups != 1:
-        weight[1] = "own"
-    dims = [(*batch, "c", *spatial), (*weight, *taps), ("o",)][: len(ins)]
-    blocked = {*spatial, *taps, *outs, "own"}
-    sets = ({0, 2}, {1, 2}) if len(ins) == 3 else ({0}, {1})
-    labels = Labels(
-        tuple(dims), ((*batch, "o", *outs),), frozenset(blocked), frozenset({2}), tuple(map(frozenset, sets))
-    )
-    at = len(batch)
-    return labels if groups == 1 else Grouped(labels, groups, {"c": ins[0][at], "o": out[at]})
 
 
 def embedding(node: fx.Node) -> Relation:

@@ -14,6 +14,7 @@ from autopar.ir import ops
 from autopar.rules import builders as b
 from autopar.rules.attention import attention, ring_attention
 from autopar.rules.builders import Builder, along, permuted, pointwise, reduction, rule
+from autopar.rules.convolution import convolution
 from autopar.rules.counting import histogram
 from autopar.rules.experts import experts, stacked
 from autopar.rules.relation import Labels, Opaque, Relation
@@ -30,10 +31,10 @@ TABLE: dict[Any, Builder] = {
     aten.mv.default: rule("b i, i -> b", {0}, {1}),
     aten.dot.default: rule("i, i -> ", {0}, {1}),
     aten.matmul.default: b.matmul,
-    aten.convolution.default: b.convolution,
-    aten.conv1d.default: b.convolution,
-    aten.conv2d.default: b.convolution,
-    aten.conv3d.default: b.convolution,
+    aten.convolution.default: convolution,
+    aten.conv1d.default: convolution,
+    aten.conv2d.default: convolution,
+    aten.conv3d.default: convolution,
     # lookups and losses
     aten.embedding.default: b.embedding,
     ops.token_loss: rule("n.. v, n.. -> n.."),

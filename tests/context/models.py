@@ -216,9 +216,9 @@ class Weighed(nn.Module):
 class Convolved(nn.Module):
     """A convolution along the sequence after an attention."""
 
-    def __init__(self) -> None:
+    def __init__(self, taps: int = 3, **options: int) -> None:
         super().__init__()
-        self.attend, self.conv = Attend(), nn.Conv1d(D, D, 3, padding=1)
+        self.attend, self.conv = Attend(), nn.Conv1d(D, D, taps, padding=taps // 2, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(self.attend(x).transpose(1, 2)).transpose(1, 2)

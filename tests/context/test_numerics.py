@@ -11,6 +11,7 @@ from autopar.cli.models import load
 from tests.context.models import (
     Attend,
     Biased,
+    Convolved,
     Cross,
     Documents,
     Extremes,
@@ -66,6 +67,9 @@ CASES: list[tuple[str, Any, tuple[Any, ...], str, tuple[str, ...]]] = [
     ("score-heads", lambda: Weighed("heads"), (rows(), keep()), "cp=2,tp=2", BOTH),
     ("log-weights", lambda: Weighed("log"), (rows(13), keep(13)), "cp=2", BOTH),
     ("soft-maximum", lambda: Weighed("sum"), (rows(13), keep(13)), "dp=2,cp=2", BOTH),
+    ("one-tap", lambda: Convolved(1), (rows(),), "cp=4", (*BOTH, "ring:2+ulysses:2")),
+    ("one-tap-uneven", lambda: Convolved(1), (rows(13),), "dp=2,cp=2", BOTH),
+    ("one-tap-grouped", lambda: Convolved(1, groups=4), (rows(13),), "cp=2,tp=2", ("ring",)),
     ("span", Span, (rows(), torch.tensor([5, 13])), "cp=4", (*BOTH, "ring:2+ulysses:2")),
     ("where", Written, (rows(), keep()), "cp=2", BOTH),
     ("filled", lambda: Written("fill", -1e4), (rows(), keep()), "cp=2", ("ring",)),

@@ -24,6 +24,7 @@ CASES: list[tuple[str, Any, tuple[Any, ...], str, str, list[str]]] = [
     ("indivisible-sequence", Attend, (rows(18),), "cp=4", "context_parallel=ring:2+ulysses:2", ["18", "24"]),
     ("ulysses-heads", lambda: Attend(6, 6), (rows(),), "cp=4", "context_parallel=ulysses", ["6 heads", "1, 2, 3, 6"]),
     ("whole-sequence", Convolved, (rows(),), "cp=2", "", ["conv", "conv1d"]),
+    ("whole-sequence", lambda: Convolved(1, stride=2), (rows(),), "cp=2", "", ["conv", "conv1d"]),
     ("sequence-scan", Recurrent, (rows(),), "cp=2", "", ["recurrence", "16"]),
     ("whole-sequence", Columns, (rows(),), "cp=2", "", ["matmul needs", "not recognized"]),
 ]

@@ -86,8 +86,11 @@ def _conv(dims: int) -> Make:
     def make(r: Random) -> list[Call]:
         tail, taps = (5,) * dims, (2,) * dims
         unbatched = [a(r(4, *tail), r(6, 4, *taps), r(6))]
+        points, ones = (6,) * dims, (1,) * dims
+        each = [a(r(2, 4, *points), r(6, 4, *ones), r(6)), a(r(4, *points), r(4, 1, *ones), groups=4)]
+        each += [a(r(2, 4, *points), r(6, 4, *ones[1:], 2), r(6), padding=[0] * (dims - 1) + [1])]
         deep = [a(r(2, 12, *tail), r(12, 1, *taps), r(12), groups=12), a(r(12, *tail), r(24, 1, *taps), groups=12)]
-        return [a(r(4, 4, *tail), r(6, 4, *taps), r(6)), a(r(6, 4, *tail), r(12, 4, *taps)), *unbatched, *deep]
+        return [a(r(4, 4, *tail), r(6, 4, *taps), r(6)), a(r(6, 4, *tail), r(12, 4, *taps)), *unbatched, *deep, *each]
 
     return make
 
@@ -101,6 +104,10 @@ def _convolution(r: Random) -> list[Call]:
         a(r(4, 4, 5, 5), r(4, 2, 2, 2), r(4), *plain, False, no, 2),
         a(r(4, 4, 3, 3), r(4, 3, 2, 2), r(6), *plain, True, no, 2),
         a(r(4, 6, 5), r(4, 6, 2), r(4), [1], [0], [1], False, [0], 1),
+        a(r(4, 6, 12), r(4, 6, 1), r(4), [1], [0], [1], False, [0], 1),
+        a(r(2, 6, 12), r(6, 4, 1), r(4), [1], [0], [1], True, [0], 1),
+        a(r(2, 6, 6, 6), r(6, 4, 1, 2), r(8), [1], [0, 1], [1, 1], True, [0, 0], 2),
+        a(r(2, 6, 6, 5), r(6, 4, 1, 1), None, [1, 2], [0, 2], [1, 1], True, [0, 0], 1),
         a(r(4, 24, 5), r(12, 2, 2), r(12), [1], [0], [1], False, [0], 12),
         a(r(2, 24, 3), r(24, 2, 2), r(24), [1], [0], [1], True, [0], 12),
     ]

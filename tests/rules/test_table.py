@@ -69,6 +69,9 @@ BLOCKED = [  # op, its call, and the port and dim that must not be sharded
     (aten.roll.default, (R(4, 6), [1], [1]), 0, 1),
     (aten.convolution.default, (R(2, 4, 6), R(4, 4, 3), None, [1], [1], [1], False, [0], 1), 0, 2),
     (aten.convolution.default, (R(2, 4, 6), R(4, 2, 2), None, [1], [0], [1], False, [0], 2), 1, 1),
+    (aten.convolution.default, (R(2, 4, 6), R(4, 4, 1), None, [2], [0], [1], False, [0], 1), 0, 2),
+    (aten.convolution.default, (R(2, 4, 6), R(4, 4, 1), None, [1], [1], [1], False, [0], 1), 0, 2),
+    (aten.convolution.default, (R(2, 4, 3), R(4, 4, 1), None, [2], [1], [1], True, [0], 1), 0, 2),
     (aten.embedding.default, (R(6, 4), torch.tensor([1, 1, 1, 2]), -1, True), 1, 0),
     (aten.scatter.src, (R(4, 6), 1, R.ints(6, 4, 6), R(4, 6)), 0, 1),
     (aten.constant_pad_nd.default, (R(4, 6), [-1, 1]), 0, 1),
@@ -122,6 +125,7 @@ def test_a_shard_that_cuts_a_group_of_channels_is_refused():
 
 
 S0 = plain_shard(0, 4, 2)
+S2 = plain_shard(2, 6, 2)
 HEADS = plain_shard(1, 4, 2)
 
 
@@ -140,6 +144,7 @@ HEADS = plain_shard(1, 4, 2)
         (ops.token_loss, (R(4, 6), R.ints(6, 4), -1), (S0, S0), (S0,)),
         (ops.attention, (Q, K, V), (HEADS,) * 3, (HEADS,)),
         (ops.attention, (Q, K, V), (plain_shard(2, 4, 2), RR, RR), (plain_shard(2, 4, 2),)),
+        (aten.conv1d.default, (R(4, 4, 6), R(4, 4, 1), R(4)), (S2, RR, RR), (S2,)),
         (aten.mean.dim, (R(4, 6), [1]), (S1,), (P,)),
         (aten.mean.dim, (R(4, 6), [1]), (S0,), (S0,)),
         (aten.sum.default, (R(4, 6),), (S1,), (P,)),
