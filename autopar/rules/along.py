@@ -1,16 +1,18 @@
 """Reductions and softmaxes over a sharded dim: the runtime ops that stand for them."""
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 from torch import fx
 
+from autopar.errors import AutoparError
 from autopar.ir.program import tensor_args
 from autopar.ir.runs import runs_of
 from autopar.rules.arguments import arguments, normal_dims
 from autopar.rules.place import Place
 from autopar.rules.table import aten
-from autopar.runtime import along
+from autopar.runtime import along, shards
 
 Rewrite = Callable[[fx.Node, Place], None]
 
@@ -23,6 +25,20 @@ def handles(place: Place, dims: tuple[int, ...]) -> tuple[fx.Node, ...]:
         base = place.mesh.base(axis)
         names[base if set(place.mesh.parts(base)) <= set(found) else axis] = None
     return tuple(map(place.handle, names))
+
+
+def _mean(node: fx.Node, place: Place) -> None:
+    known, shape = arguments(node), tensor_args(node)[0].meta["spec"].shape
+    dims = normal_dims(known.get("dim"), len(shape))
+    if not any(list(place.inputs[0].shards(d)) for d in dims):
+        return
+    x = node.args[0]
+    if known.get("dtype") is not None:
+        raise AutoparError(
+            "mean-dtype", f"{node.meta.get('module', '')}: mean with a dtype over a sharded dim", "cast before the mean"
+        )
+    node.target, node.kwargs = shards.mean_of_total, {}
+    node.args = (x, dims, bool(known.get("keepdim", False)), prod(shape[d] for d in dims))
 
 
 def _extreme(way: str) -> Rewrite:
@@ -75,6 +91,8 @@ def _soft(target: Callable[..., Any]) -> Rewrite:
 
 
 LOCAL: dict[Any, Rewrite] = {
+    aten.mean.dim: _mean,
+    aten.mean.default: _mean,
     aten.logsumexp.default: _logsumexp,
     aten.softmax.int: _soft(along.softmax),
     aten.log_softmax.int: _soft(along.log_softmax),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import ceil, prod
+from math import ceil
 from typing import Any
 
 from torch import fx
@@ -14,7 +14,7 @@ from autopar.ir.layout import I, Layout, Piece, Shard
 from autopar.ir.program import Spec, specs, tensor_args
 from autopar.ir.runs import runs_of
 from autopar.rules import along
-from autopar.rules.arguments import arguments, normal_dims, with_arguments
+from autopar.rules.arguments import arguments, with_arguments
 from autopar.rules.experts import graph_of, layouts_inside, results_of
 from autopar.rules.place import Place, every_segment, run_start, segments_of
 from autopar.rules.table import aten
@@ -150,20 +150,6 @@ def _repeat(node: fx.Node, place: Place) -> None:
     before = place.shape(tensor_args(node)[0].meta["spec"], place.inputs[0])
     ahead = len(after) - len(before)
     with_arguments(node, repeats=[*after[:ahead], *(a // b for a, b in zip(after[ahead:], before))])
-
-
-def _mean(node: fx.Node, place: Place) -> None:
-    known, shape = arguments(node), tensor_args(node)[0].meta["spec"].shape
-    dims = normal_dims(known.get("dim"), len(shape))
-    if not any(list(place.inputs[0].shards(d)) for d in dims):
-        return
-    x = node.args[0]
-    if known.get("dtype") is not None:
-        raise AutoparError(
-            "mean-dtype", f"{node.meta.get('module', '')}: mean with a dtype over a sharded dim", "cast before the mean"
-        )
-    node.target, node.kwargs = shards.mean_of_total, {}
-    node.args = (x, dims, bool(known.get("keepdim", False)), prod(shape[d] for d in dims))
 
 
 def _convolution(node: fx.Node, place: Place) -> None:
@@ -386,8 +372,6 @@ LOCAL: dict[Any, Callable[[fx.Node, Place], None]] = {
     aten.squeeze.dim: _squeeze,
     aten.squeeze.dims: _squeeze,
     aten.split_with_sizes.default: _split,
-    aten.mean.dim: _mean,
-    aten.mean.default: _mean,
     aten.embedding.default: _embedding,
     aten.convolution.default: _convolution,
     aten.conv1d.default: _convolution,
