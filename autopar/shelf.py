@@ -114,8 +114,8 @@ def name_of(value: Any) -> str:
 
 
 def packages() -> dict[str, str]:
-    """The versions of what a trace depends on besides."""
-    return {name: _version(name) for name in PACKAGES}
+    """The versions of what a trace depends on besides, whatever device they were built for."""
+    return {name: _version(name).partition("+")[0] for name in PACKAGES}
 
 
 def keep(name: str, known: Known) -> str | None:
