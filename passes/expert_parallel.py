@@ -163,7 +163,7 @@ def _is_chosen(flow: Flow, relations: dict[fx.Node, Relation], v: int) -> bool:
         relation = relations[node]
         if isinstance(relation, Labels):
             ports = zip(found.ports(flow, node), (*relation.inputs, *relation.outputs), strict=True)
-            if any(dims[s.dim] in relation.blocked for shards, dims in ports for s in shards):
+            if any(dims[s.dim] in relation.blocked | relation.internal for shards, dims in ports for s in shards):
                 return True
     return False
 
