@@ -1,11 +1,8 @@
 """autopar: a compiler that makes an unmodified PyTorch model run on a device mesh, equal to the original."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-# A package that bears the name of a function below: it is bound here once, and not again when others import from it.
-importlib.import_module(f"{__name__}.verify")
-globals().pop("verify")
+from autopar.lazy import lazily
 
 if TYPE_CHECKING:
     from autopar.api import parallelize
@@ -42,16 +39,5 @@ _PLACES = {
     "trace.registered": ("experts", "register_experts"),
     "verify.numerics": ("Report", "verify"),
 }
-
-
-def __getattr__(name: str) -> Any:
-    """A public name, loaded at its first use: planning needs none of torch's engines, and takes half the time."""
-    place = next((place for place, names in _PLACES.items() if name in names), None)
-    if place is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{place}"), name)
-    return found
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# Planning needs none of torch's engines, and so takes half the time.
+__getattr__, __dir__ = lazily(__name__, _PLACES, ["verify"])

@@ -1,7 +1,8 @@
 """What a program costs: flops, bytes on the wire, seconds and memory, as numbers or as sympy expressions."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from autopar.lazy import lazily
 
 if TYPE_CHECKING:
     from autopar.cost.hardware import Hardware, load
@@ -29,18 +30,5 @@ _PLACES = {
     "program": ("closed_form", "price"),
     "table": ("comparison", "comparison_rows", "to_csv", "to_json", "traffic_table"),
 }
-importlib.import_module(f"{__name__}.price")  # a module that bears the name of a function: bound here, and not again
-globals().pop("price")
-
-
-def __getattr__(name: str) -> Any:
-    """A public name, loaded at its first use: a search of closed forms needs no programs, and so no torch."""
-    place = next((place for place, names in _PLACES.items() if name in names), None)
-    if place is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{place}"), name)
-    return found
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# A search of closed forms needs no programs, and so no torch.
+__getattr__, __dir__ = lazily(__name__, _PLACES, ["price"])

@@ -32,6 +32,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 
 from autopar.emit.params import Place, on_mesh, restore_class, shard_of, spread_over
 from autopar.emit.units import Skeleton, Unit
+from autopar.errors import AutoparError
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.program import Engine as Plan
 from autopar.ir.program import Group, Param, Program, Spec
@@ -224,7 +225,8 @@ def start(skeleton: Skeleton, params: Mapping[str, Param], plan: Plan, place: Pl
 
 
 def _uncopied(memo: dict[int, Any]) -> NoReturn:
-    raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
+    why = "the module does not support deepcopy: data ranks' engine has hooks on its parameters"
+    raise AutoparError("copied-module", why, "copy what pm.full_parameters() gives, or save and load")
 
 
 def _own(groups: Iterable[Group], params: Mapping[str, Param], place: Place) -> Iterator[Group]:

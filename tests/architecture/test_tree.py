@@ -12,9 +12,10 @@ MOST_LINES = 400
 SECTIONS = ["Does:", "Requires:", "Ensures:", "Communication:", "Limits:", "Sources:"]
 # Data flows down this list and imports go up it: a module may import what stands on its own line or before.
 ORDER = [
-    "errors", "strategy", "ir", "presets", "runtime", "rules", "trace", "cost", "solve", "verify", "passes", "emit",
-    "checkpoint", "emit.module", "emit.deferred", "compile", "verify.numerics", "plans", "ranking", "shelf", "families",
-    "planner", "priced", "predict", "calibrate", "rehearsed", "auto", "api", "", "measure", "report", "cli", "__main__",
+    "lazy", "errors", "strategy", "ir", "presets", "runtime", "rules", "trace", "cost", "solve", "verify", "passes",
+    "emit", "checkpoint", "emit.module", "emit.deferred", "compile", "verify.numerics", "plans", "ranking", "shelf",
+    "families", "planner", "priced", "predict", "calibrate", "rehearsed", "auto", "api", "", "measure", "report", "cli",
+    "__main__",
 ]  # fmt: skip
 
 

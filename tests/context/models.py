@@ -85,10 +85,12 @@ class Biased(Heads):
         super().__init__()
         self.bias = nn.Embedding(64, HEADS)
 
+    def biases(self, length: int) -> Tensor:
+        place = torch.arange(length)
+        return self.bias((place[:, None] - place[None]).abs()).permute(2, 0, 1)[None]
+
     def forward(self, x: Tensor) -> Tensor:
-        place = torch.arange(x.shape[1])
-        bias = self.bias((place[:, None] - place[None]).abs()).permute(2, 0, 1)[None]
-        return x + self.join(F.scaled_dot_product_attention(*self.split(x), attn_mask=bias))
+        return x + self.join(F.scaled_dot_product_attention(*self.split(x), attn_mask=self.biases(x.shape[1])))
 
 
 class Written(Heads):

@@ -57,16 +57,11 @@ class Content(Heads):
         return x + self.join(F.scaled_dot_product_attention(q, k, v, attn_mask=bias))
 
 
-class Regular(Heads):
+class Regular(Biased):
     """A learned bias that the loss reads, too."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Embedding(64, HEADS)
-
     def forward(self, x: Tensor) -> Tensor:
-        place = torch.arange(x.shape[1])
-        bias = self.bias((place[:, None] - place[None]).abs()).permute(2, 0, 1)[None]
+        bias = self.biases(x.shape[1])
         return x + self.join(F.scaled_dot_product_attention(*self.split(x), attn_mask=bias)) + bias.square().mean()
 
 
