@@ -221,9 +221,8 @@ def _owners(program: Program, sides: dict[fx.Node, str]) -> dict[str, frozenset[
     """The units that read each parameter."""
     found: dict[str, set[str]] = defaultdict(set)
     for node, side in sides.items():
-        for source in node.all_input_nodes:
-            if "param" in source.meta and source.op == "placeholder":
-                found[str(source.meta["param"])].add(str(node.target) if node.op == "call_module" else side)
+        for name in program.reads(node):
+            found[name].add(str(node.target) if node.op == "call_module" else side)
     return {name: frozenset(units) for name, units in found.items()}
 
 

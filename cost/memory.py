@@ -238,9 +238,8 @@ def owner_of(program: Program, call: fx.Node | None, value: fx.Node) -> Owner | 
         if node.op == "placeholder":
             if call is None or "param" in node.meta:
                 return None
-            placeholders = [n for n in program.blocks[str(call.target)].graph.nodes if n.op == "placeholder"]
-            outer: Any = call.args[placeholders.index(node)]
-            call, node = None, storage(outer)
+            passed = dict(program.given(call))[node]
+            call, node = None, storage(passed)
         elif isinstance(source, fx.Node) and source.op == "call_module":
             outputs: Any = program.blocks[str(source.target)].graph.output_node().args[0]
             call, node = source, storage(outputs[node.args[1]])

@@ -78,7 +78,7 @@ def units(
     out = []
     for piece in pieces(program) if chain is None else chain:
         forward, backward, weight = _sum(tally.of(n) for n in piece.nodes)
-        parameters, states = _states(program, _held(piece, tally.outer), tally.shapes, zero or Stage())
+        parameters, states = _states(program, _held(program, piece, tally.outer), tally.shapes, zero or Stage())
         held = float(sum(kept[n] for n in piece.nodes))
         out.append(Unit(piece.name, forward, backward, weight, parameters, states, held))
     return tuple(out)
@@ -179,10 +179,12 @@ def _weight_share(node: fx.Node, cost: NodeCost, fixed: set[fx.Node]) -> float:
     return sum(n in fixed for n in factors) / len(factors)
 
 
-def _held(piece: Piece, fixed: set[fx.Node]) -> dict[str, fx.Node]:
+def _held(program: Program, piece: Piece, fixed: set[fx.Node]) -> dict[str, fx.Node]:
     """The parameters and buffers that a piece reads, by name, also through what is made of them alone."""
     found: dict[str, fx.Node] = {}
     todo, seen = list(piece.nodes), set(piece.nodes)
+    for call in (n for n in piece.nodes if n.op == "call_module"):
+        found.update((name, head) for head, name in program.own(call))
     while todo:
         for source in todo.pop().all_input_nodes:
             if "param" in source.meta:
@@ -209,11 +211,7 @@ def _states(program: Program, read: dict[str, fx.Node], shapes: Shapes, zero: St
 
 
 def _reads_parameters(program: Program, nodes: Iterable[fx.Node]) -> bool:
-    return any(_is_parameter(program, n) for node in nodes for n in node.all_input_nodes)
-
-
-def _is_parameter(program: Program, node: fx.Node) -> bool:
-    return "param" in node.meta and program.params[str(node.meta["param"])].kind == "parameter"
+    return any(program.params[name].kind == "parameter" for node in nodes for name in program.reads(node))
 
 
 def _name(program: Program, nodes: Sequence[fx.Node]) -> str:

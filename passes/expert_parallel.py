@@ -132,11 +132,11 @@ def _owned(program: Program, flow: Flow, relations: dict[fx.Node, Relation]) -> 
         value = flow.values[v]
         node, count = value.key[0], value.spec.shape[0]
         if node.target is ops.stacked:
-            _check_divides(flow.values[flow.inputs(node)[0]].key[0].meta.get("param", node.name), count, ways)
+            _check_divides(flow.values[flow.inputs(node)[0]].param or node.name, count, ways)
             for e, p in enumerate(flow.inputs(node)):
                 yield p, owner_shard(flow.values[p].spec.shape[0], e * ways // count, ways)
         elif value.role == "param":
-            _check_divides(f"{node.meta['param']}: dim 0", count, ways)
+            _check_divides(f"{value.param}: dim 0", count, ways)
             shard = plain_shard(0, count, ways)
             assert shard is not None
             yield v, shard

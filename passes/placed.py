@@ -42,7 +42,7 @@ def placed(program: Program, placement: Mapping[str, Placement] | None) -> Progr
         return program
     layers = {layer.path: layer for layer in _layers(program)}
     reads = Counter(n for layer in layers.values() for n in layer.stacked)
-    users = {str(n.meta["param"]): len(n.users) for n in program.graph.nodes if "param" in n.meta}
+    users = Counter(name for node in program.graph.nodes for name in program.reads(node))
     params = dict(program.params)
     for path, own in placement.items():
         if path not in layers:
@@ -65,24 +65,24 @@ def placed(program: Program, placement: Mapping[str, Placement] | None) -> Progr
 def _layers(program: Program) -> Iterator[_Layer]:
     for node in program.graph.nodes:
         if node.target is dispatched_experts:
-            yield _layer(program, node, "", {n: n for n in program.graph.nodes})
+            outer = program.graph.find_nodes(op="placeholder")
+            yield _layer(program, node, "", {n: str(n.meta["param"]) for n in outer if "param" in n.meta})
     for call in program.calls():
         graph = program.blocks[str(call.target)].graph
-        heads = [n for n in graph.nodes if n.op == "placeholder"]
-        given = {h: a for h, a in zip(heads, call.args, strict=True) if isinstance(a, fx.Node)}
+        passed = ((head, arg.meta.get("param")) for head, arg in program.given(call))
+        given = {head: str(name) for head, name in (*passed, *program.own(call)) if name is not None}
         for node in graph.nodes:
             if node.target is dispatched_experts:
                 yield _layer(program, node, str(call.meta.get("path", "")), given)
 
 
-def _layer(program: Program, node: fx.Node, path: str, given: Mapping[fx.Node, fx.Node]) -> _Layer:
-    """Args: given: what the outer graph passes for each placeholder of the node's graph."""
+def _layer(program: Program, node: fx.Node, path: str, given: Mapping[fx.Node, str]) -> _Layer:
+    """Args: given: the parameter that each placeholder of the node's graph stands for."""
     params: list[fx.Node] = node.args[PARAMS]  # type: ignore[assignment]
     names = []
     for source in params:
         while len(source.users) == 1 and source.op == "call_function" and len(tensor_args(source)) == 1:
             source = tensor_args(source)[0]
-        root = given.get(source) if source.op == "placeholder" and len(source.users) == 1 else None
-        names.append(str(root.meta["param"]) if root is not None and "param" in root.meta else None)
+        names.append(given.get(source) if source.op == "placeholder" and len(source.users) == 1 else None)
     count = params[0].meta["spec"].shape[0] * program.mesh.size(AXIS)
     return _Layer(layer_at(path, str(node.args[LAYER])), tuple(names), count)

@@ -1,5 +1,6 @@
 """A program for one way of calling a model: planned alike on all ranks, then lowered for each."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -103,8 +104,7 @@ def _planned(
 
 def _reads(program: Program) -> dict[str, int]:
     """How often the outer graph reads each parameter."""
-    heads = [n for n in program.graph.nodes if "param" in n.meta and n.op == "placeholder"]
-    return {str(n.meta["param"]): len(n.users) for n in heads if n.users}
+    return dict(Counter(name for node in program.graph.nodes for name in program.reads(node)))
 
 
 def _noted(program: Program, notes: tuple[str, ...]) -> Program:

@@ -102,7 +102,7 @@ class TensorParallel(Pass):
             solution = solve(flow, space.choices())
             context.warnings += report_opaque(flow, found, solution, axis, strict=context.strict)
             write(program, flow, axis, solution)
-        late = {v for v in weights.parameters if flow.values[v].key[0].meta["param"] in context.unread}
+        late = {v for v in weights.parameters if flow.values[v].param in context.unread}
         context.warnings += _held_whole(
             program, flow, weights.parameters - exempt - late, "no dim can be shared out of"
         )
@@ -144,7 +144,7 @@ def _held_whole(program: Program, flow: Flow, weights: Set[int], why: str) -> li
     parts = program.mesh.parts("tp")
     whole = []
     for v in sorted(weights):
-        name = flow.values[v].key[0].meta["param"]
+        name = flow.values[v].param
         layout = program.params[name].layout
         held = program.params[name].kind == "parameter" and prod(flow.values[v].spec.shape) > 1
         if held and layout is not None and not any(isinstance(layout.get(a), Shard) for a in parts):
@@ -238,12 +238,12 @@ class _Space:
             pinned = self._pinned(v)
             if pinned is not None:
                 return [pinned]
-            held = self.program.params[value.key[0].meta["param"]].kind == "parameter"
+            held = self.program.params[value.param].kind == "parameter"
             return [I, *(s for s in candidates if _storable(s))] if held else [I]
         return [*candidates, I, *([R] if value.diff else []), *([P] if value.spec.shape == () else [])]
 
     def _pinned(self, v: int) -> Type | None:
-        layout = self.context.pinned.get(self.flow.values[v].key[0].meta["param"])
+        layout = self.context.pinned.get(self.flow.values[v].param)
         return layout[self.axis] if layout is not None else None
 
     def _hold(self, v: int, kind: Type) -> float:

@@ -64,6 +64,8 @@ def _runs(program: Program, grain: Grain, kept: tuple[str, ...]) -> Iterator[Lay
 
 def _read(program: Program, node: fx.Node, kind: dict[fx.Node, str], kept: tuple[str, ...]) -> Iterator[str]:
     """The parameters (and buffers, if ``kept``) that a node reads, also through values that depend on them alone."""
+    own = (name for _, name in program.own(node)) if node.op == "call_module" else ()
+    yield from (name for name in own if program.params[name].kind in kept)
     todo = [n for n in node.all_input_nodes if kind[n] in (LIGHT, CONSTANT)]
     while todo:
         source = todo.pop()

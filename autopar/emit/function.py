@@ -1,7 +1,8 @@
 """Python functions from the graphs of a LOCAL program: one for each kind of block, and the outer one calling them."""
 
 import linecache
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from operator import getitem
@@ -10,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from autopar.emit.overlap import overlapped
-from autopar.ir.program import Block, Program
+from autopar.ir.program import Program
 
 _numbers = count()
 
@@ -73,16 +74,26 @@ def outer_of(program: Program, owned: Callable[[str, str], bool]) -> Outer:
         owned: whether the unit at a path (first) holds a parameter (second), and so looks it up itself.
     """
     sites: list[Site] = []
-    passed: dict[fx.Node, list[fx.Node]] = {}
+    passed: dict[fx.Node, list[fx.Node | Argument]] = {}
     for call in program.calls():
-        site, values = _site(call, program.blocks[str(call.target)], owned)
+        site, values = _site(program, call, owned)
         sites.append(site)
         passed[call] = values
     used = _used(program.graph, passed)
-    heads = [n for n in program.graph.nodes if n.op == "placeholder" and (n in used or "input" in n.meta)]
-    heads.sort(key=lambda n: {"input": 0, "param": 1, "handle": 2}[argument_of(n).kind.replace("value", "input")])
+    heads: dict[Argument, fx.Node | None] = {
+        argument_of(n): n for n in program.graph.nodes if n.op == "placeholder" and (n in used or "input" in n.meta)
+    }
+    for argument in (v for values in passed.values() for v in values if isinstance(v, Argument)):
+        heads.setdefault(argument, None)  # of a call's own that no unit holds
+    taken = sorted(heads, key=lambda a: ("value", "param", "handle").index(a.kind))
     graph = fx.Graph()
-    env = {n: graph.node_copy(n, lambda x: x) for n in heads}
+    env: dict[fx.Node | Argument, fx.Node] = {}
+    for argument in taken:
+        node = heads[argument]
+        new = graph.node_copy(node, lambda x: x) if node is not None else graph.placeholder(_identifier(argument.name))
+        env[argument] = new
+        if node is not None:
+            env[node] = new
     number = {call: i for i, call in enumerate(passed)}
     for node in program.graph.nodes:
         if node in passed:
@@ -90,7 +101,11 @@ def outer_of(program: Program, owned: Callable[[str, str], bool]) -> Outer:
             env[node] = graph.create_node("call_module", f"call{number[node]}", args, name=node.name)
         elif node.op != "placeholder":
             env[node] = graph.node_copy(node, lambda n: env[n])
-    return Outer(graph, tuple(argument_of(n) for n in heads), sites)
+    return Outer(graph, tuple(taken), sites)
+
+
+def _identifier(name: str) -> str:
+    return re.sub(r"\W", "_", name)
 
 
 def argument_of(placeholder: fx.Node) -> Argument:
@@ -106,23 +121,27 @@ def placeholders(graph: fx.Graph) -> Iterator[fx.Node]:
     return (n for n in graph.nodes if n.op == "placeholder")
 
 
-def _site(call: fx.Node, block: Block, owned: Callable[[str, str], bool]) -> tuple[Site, list[fx.Node]]:
-    path = str(call.meta.get("path", ""))
-    arguments, values = [], []
-    heads = list(placeholders(block.graph))
-    assert len(heads) == len(call.args), (call, len(heads))
-    for head, given in zip(heads, call.args):
-        assert isinstance(given, fx.Node)
-        argument = argument_of(given) if given.op == "placeholder" else Argument("value", given.name)
+def _site(program: Program, call: fx.Node, owned: Callable[[str, str], bool]) -> tuple[Site, list[fx.Node | Argument]]:
+    """The site, and what the outer function passes: values, and parameters that the unit does not hold."""
+    path, block = str(call.meta.get("path", "")), program.blocks[str(call.target)]
+    own, given = dict(program.own(call)), dict(program.given(call))
+    arguments: list[Argument] = []
+    values: list[fx.Node | Argument] = []
+    for head in placeholders(block.graph):
+        argument, value = Argument("value", head.name), given.get(head)
+        if value is None:
+            argument = Argument("param", own[head])
+        elif value.op == "placeholder" and argument_of(value).kind != "value":
+            argument = argument_of(value)
         if argument.kind == "value" or (argument.kind == "param" and not owned(path, argument.name)):
+            values.append(value if value is not None else argument)
             argument = Argument("value", head.name)
-            values.append(given)
         arguments.append(argument)
     return Site(path, block.name, tuple(arguments)), values
 
 
-def _used(graph: fx.Graph, passed: dict[fx.Node, list[fx.Node]]) -> set[fx.Node]:
-    used: set[fx.Node] = set()
+def _used(graph: fx.Graph, passed: Mapping[fx.Node, Sequence[fx.Node | Argument]]) -> set[fx.Node | Argument]:
+    used: set[fx.Node | Argument] = set()
     for node in graph.nodes:
         used.update(passed.get(node, node.all_input_nodes))
     return used

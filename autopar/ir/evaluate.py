@@ -21,11 +21,15 @@ def evaluate(program: Program, params: Mapping[str, Tensor], inputs: list[Tensor
         feed.append(params[node.meta["param"]] if "param" in node.meta else inputs[node.meta["input"]])
     device = feed[0].device if feed else torch.device("cpu")
     with torch.device(device):
-        return list(run_graph(program, program.graph, feed))
+        return list(run_graph(program, program.graph, feed, params))
 
 
-def run_graph(program: Program, graph: fx.Graph, feed: list[Any]) -> tuple[Any, ...]:
-    """The result of one graph of the program for the values of its placeholders; values go when nobody needs them."""
+def run_graph(program: Program, graph: fx.Graph, feed: list[Any], params: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The result of one graph of the program for the values of its placeholders; values go when nobody needs them.
+
+    Args:
+        params: what calls read by their paths, by name.
+    """
     env: dict[fx.Node, Any] = {}
     values = iter(feed)
     left = {n: len(n.users) for n in graph.nodes}
@@ -37,7 +41,11 @@ def run_graph(program: Program, graph: fx.Graph, feed: list[Any]) -> tuple[Any, 
         if node.op == "output":
             return tuple(args[0])
         if node.op == "call_module":
-            env[node] = run_graph(program, program.blocks[node.target].graph, list(args))
+            own = {head: params[name] for head, name in program.own(node)}
+            given = iter(args)
+            heads = program.blocks[str(node.target)].graph.find_nodes(op="placeholder")
+            inner = [own[h] if h in own else next(given) for h in heads]
+            env[node] = run_graph(program, program.blocks[str(node.target)].graph, inner, params)
         else:
             env[node] = node.target(*args, **fx.node.map_arg(node.kwargs, lambda n: env[n]))
         for used in node.all_input_nodes:

@@ -13,9 +13,15 @@ from autopar.ir.program import Param, Program, Spec, specs
 
 
 def to_python(graphs: Mapping[str, fx.Graph]) -> str:
-    """The code that fx generates for each graph, a comment with its name before it."""
-    parts = [f"# {name or 'outer graph'}\n{graph.python_code('self').src.strip()}\n" for name, graph in graphs.items()]
-    return "\n\n".join(parts)
+    """The code that fx generates for each graph, a comment with its name before it, and the path behind each call."""
+    return "\n\n".join(f"# {name or 'outer graph'}\n{_code(graph)}\n" for name, graph in graphs.items())
+
+
+def _code(graph: fx.Graph) -> str:
+    paths = {n.name: n.meta["path"] for n in graph.nodes if n.op == "call_module" and "path" in n.meta}
+    lines = graph.python_code("self").src.strip().splitlines()
+    made = (line.partition(" = ")[0].strip() for line in lines)
+    return "\n".join(f"{line}  # {paths[name]}" if name in paths else line for line, name in zip(lines, made))
 
 
 def _layout(layout: Any) -> Any:

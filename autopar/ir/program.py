@@ -8,7 +8,7 @@ Graphs are ``torch.fx.Graph``. Keys of ``node.meta``:
     diff     whether a gradient may flow through the value
     layout   Layout, or a tuple of them (from ANNOTATED on)
     requires tuple of Layouts: what the node wants of each tensor in ``tensor_args`` order (ANNOTATED only)
-    param    on a placeholder: the parameter's or buffer's name (in a block: relative to the call's path)
+    param    on a placeholder: the parameter's or buffer's name (in a block: relative to the path of each call)
     input    on a placeholder of the outer graph: index into ``Program.inputs``
     path     on a call of a block: the module path of the instance
     stage    on a node of the outer graph: the pipeline stage that computes it, where ``Program.stages`` is set
@@ -165,6 +165,12 @@ class Param:
     stages: tuple[int, ...] = ()
     order: tuple[int, ...] | None = None
 
+    def with_layout(self, layout: Layout) -> "Param":
+        """The parameter with another layout. As ``dataclasses.replace``, which deep models wait for."""
+        new = object.__new__(Param)
+        new.__dict__.update(self.__dict__, layout=layout)
+        return new
+
     def summed_over(self, mesh: Mesh) -> tuple[str, ...]:
         """The axes over which the engine sums the gradient: those of ``mesh.summed_axes`` that do not shard it."""
         return _summed_over(self.layout or Layout(), mesh)
@@ -201,8 +207,8 @@ class Output:
 class Block:
     """A kind of layer: one graph, called with different parameters.
 
-    Placeholders: the values that it takes, then its parameters and buffers (``meta["param"]``: name relative to the
-    call's path). The output node holds a tuple.
+    Placeholders: the values that calls pass, its own parameters and buffers (``meta["param"]``: name relative to the
+    call's path, which alone says which they are), then handles. The output node holds a tuple.
     """
 
     name: str
@@ -214,8 +220,9 @@ class Block:
 class Program:
     """A model on a mesh.
 
-    The outer ``graph`` has a placeholder for each parameter and each input, calls blocks with ``call_module`` (target:
-    block name), and returns a flat tuple described by ``outputs``. All shapes are global until Form LOCAL.
+    The outer ``graph`` has a placeholder for each input and each parameter that it reads itself, calls blocks with
+    ``call_module`` (target: block name; arguments: all that the block takes but its own parameters), and returns a flat
+    tuple described by ``outputs``. All shapes are global until Form LOCAL.
     """
 
     mesh: Mesh
@@ -254,6 +261,29 @@ class Program:
     def calls_of(self, block: str) -> list[fx.Node]:
         """The outer nodes that call ``block``."""
         return [n for n in self.calls() if n.target == block]
+
+    def own(self, call: fx.Node) -> list[tuple[fx.Node, str]]:
+        """(placeholder of its block, name) of each parameter and buffer that a call reads by its path."""
+        path = call.meta.get("path", "")
+        heads = self.blocks[str(call.target)].graph.find_nodes(op="placeholder")
+        return [(h, f"{path}.{h.meta['param']}") for h in heads if "param" in h.meta]
+
+    def given(self, call: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+        """(placeholder of its block, node of the outer graph) of each argument of a call. A ValueError if one lacks."""
+        heads = self.blocks[str(call.target)].graph.find_nodes(op="placeholder")
+        return list(zip((h for h in heads if "param" not in h.meta), call.args, strict=True))  # type: ignore[arg-type]
+
+    def held(self) -> Iterator[tuple[fx.Node, str]]:
+        """(placeholder, name) of each parameter and buffer that the program reads; those of equal layers share one."""
+        for call in self.calls():
+            yield from self.own(call)
+        heads = self.graph.find_nodes(op="placeholder")
+        yield from ((n, str(n.meta["param"])) for n in heads if "param" in n.meta)
+
+    def reads(self, node: fx.Node) -> list[str]:
+        """The parameters and buffers that an outer node reads; a call its own, and those that are passed to it."""
+        own = [name for _, name in self.own(node)] if node.op == "call_module" else []
+        return own + [str(a.meta["param"]) for a in node.all_input_nodes if a.op == "placeholder" and "param" in a.meta]
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:

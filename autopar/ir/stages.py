@@ -88,10 +88,16 @@ def grads(program: Program) -> set[fx.Node]:
             may = node.op == "call_module" or bool(node.meta.get("diff", True))
             spec = node.meta.get("spec")
             floats = any(s is not None and s.is_float for s in (spec if isinstance(spec, tuple) else (spec,)))
-            flows = may and floats and any(n in found for n in node.all_input_nodes)
+            flows = may and floats and (any(n in found for n in node.all_input_nodes) or _trains(program, node))
         if flows:
             found.add(node)
     return found
+
+
+def _trains(program: Program, node: fx.Node) -> bool:
+    """Whether a call reads a trainable parameter by its path."""
+    own = (program.params[name] for _, name in program.own(node)) if node.op == "call_module" else ()
+    return any(p.kind == "parameter" and p.trainable and p.spec.is_float for p in own)
 
 
 def stage_of(program: Program) -> dict[fx.Node, int]:
@@ -159,10 +165,12 @@ class _Cut:
             if node in needed and node not in env:
                 env[node] = self._copied(graph, node, env)
         graph.output(tuple(env[n] for n in roots))
+        calls = (n for n in self.nodes if n in needed and n.op == "call_module")
+        own = (name for call in calls for _, name in self.program.own(call))
         return Part(
             stage, graph, tuple(int(n.meta["input"]) for n in inputs),
             tuple(map(self._crossing, received)), tuple(map(self._crossing, sent)), tuple(outputs),
-            tuple(str(n.meta["param"]) for n in heads if "param" in n.meta),
+            tuple(dict.fromkeys((*(str(n.meta["param"]) for n in heads if "param" in n.meta), *own))),
         )  # fmt: skip
 
     def _needed(self, roots: Iterable[fx.Node], received: set[fx.Node]) -> set[fx.Node]:

@@ -9,10 +9,9 @@ def users_of(program: Program) -> dict[str, set[str]]:
     """Which unit reads each parameter: the path of the block's call, or "" for the outer function."""
     users: dict[str, set[str]] = {}
     for node in program.graph.nodes:
-        for source in node.all_input_nodes:
-            if "param" in source.meta and source.op == "placeholder":
-                path = str(node.meta.get("path", "")) if node.op == "call_module" else ""
-                users.setdefault(str(source.meta["param"]), set()).add(path)
+        path = str(node.meta.get("path", "")) if node.op == "call_module" else ""
+        for name in program.reads(node):
+            users.setdefault(name, set()).add(path)
     return users
 
 

@@ -1,13 +1,11 @@
 """Write a solution's types into the program, and read back what earlier axes decided."""
 
-from dataclasses import replace
-
 from torch import fx
 
 from autopar.ir.layout import I, Layout, Shard, Type, overlap
-from autopar.ir.program import Param, Program, specs, tensor_args
+from autopar.ir.program import Program, specs, tensor_args
 from autopar.rules.relation import Assignment
-from autopar.solve.flow import Flow, is_op, origin, placeholders
+from autopar.solve.flow import Flow, is_op, origin
 from autopar.solve.problem import Solution
 
 _UNKNOWN = Layout()
@@ -43,20 +41,17 @@ def write(program: Program, flow: Flow, axis: str, found: Solution) -> None:
             if is_op(node):
                 _require(node, axis, list(found.assignments[node].inputs))
             elif node.op == "call_module":
-                block = placeholders(program.blocks[str(node.target)].graph)
-                _require(node, axis, [found.types[flow.of(p)] for p in block])
+                _require(node, axis, [found.types[flow.of(head)] for head, _ in program.given(node)])
             elif node.op == "call_function":  # getitem
                 kinds = [found.types[flow.of(node)]] if origin(node) in flow.at else [I]
             _extend(node, axis, kinds)
-    for node in placeholders(program.graph):
-        if "param" in node.meta:
-            name = node.meta["param"]
-            program.params[name] = _with(program, name, axis, found.types[flow.of(node)])
-
-
-def _with(program: Program, name: str, axis: str, kind: Type) -> Param:
-    p = program.params[name]
-    return replace(p, layout=(p.layout or _UNKNOWN).having(axis, kind))
+    made: dict[tuple[int, fx.Node], Layout] = {}  # of equal layers' parameters, by the layout that they share
+    for node, name in program.held():
+        p = program.params[name]
+        key = (id(p.layout), node)
+        if key not in made:
+            made[key] = (p.layout or _UNKNOWN).having(axis, found.types[flow.of(node)])
+        program.params[name] = p.with_layout(made[key])
 
 
 def _extend(node: fx.Node, axis: str, kinds: list[Type]) -> None:

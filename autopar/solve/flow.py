@@ -18,7 +18,10 @@ Key = tuple[fx.Node, int]
 
 @dataclass
 class Value:
-    """One tensor: who makes it, its spec, whether a gradient flows, and how often its graph runs."""
+    """One tensor: who makes it, its spec, whether a gradient flows, and how often its graph runs.
+
+    A parameter's is made by one of the placeholders that stand for it.
+    """
 
     key: Key
     graph: str
@@ -27,6 +30,7 @@ class Value:
     weight: int
     role: str  # "param", "input", "argument" or "op"
     index: int = 0
+    param: str = ""  # of role "param": the name of one of those that it stands for
 
 
 @dataclass(frozen=True)
@@ -102,26 +106,68 @@ def flow_of(program: Program) -> Flow:
     """Values, ops and readers of a program."""
     flow = Flow(program)
     counts = {name: len(program.calls_of(name)) for name in program.blocks}
+    for held in _parameters(program):
+        _add(flow, held.nodes[0], "", held.weight, "param")
+        flow.values[-1].param = held.name
+        flow.at.update(((node, 0), len(flow.values) - 1) for node in held.nodes)
     for node in placeholders(program.graph):
-        _add(flow, node, "", 1, "param" if "param" in node.meta else "input")
+        if "param" not in node.meta:
+            _add(flow, node, "", 1, "input")
     for name, block in program.blocks.items():
-        calls = program.calls_of(name)
-        for i, node in enumerate(placeholders(block.graph)):
-            if "param" in node.meta:
-                first = flow.at[calls[0].args[i], 0]  # type: ignore[index]
-                flow.values[first].weight = max(1, len(calls))
-                flow.at[node, 0] = first
-                for call in calls:
-                    flow.at[call.args[i], 0] = first  # type: ignore[index]
-            else:
+        for node in placeholders(block.graph):
+            if "param" not in node.meta:
                 _add(flow, node, name, counts[name], "argument")
         _add_ops(flow, block.graph, name, counts[name])
-        for call in calls:
+        for call in program.calls_of(name):
             for i, node in enumerate(block_outputs(block.graph)):
                 flow.at[call, i] = flow.of(node)
     _add_ops(flow, program.graph, "", 1)
     flow.groups = list(_groups(flow))
     return flow
+
+
+@dataclass
+class _Held:
+    """Parameters that are laid out alike: those that equal layers read at one place, and all that these are read as.
+
+    Args:
+        name: of one of them.
+        nodes: the placeholders that stand for them.
+        weight: how many they are.
+    """
+
+    name: str
+    nodes: list[fx.Node]
+    weight: int
+
+
+def _parameters(program: Program) -> list[_Held]:
+    """The parameters and buffers that the program reads, in the order of its table."""
+    root: dict[fx.Node, fx.Node] = {}
+    first: dict[str, fx.Node] = {}  # placeholder by parameter
+    weights: dict[fx.Node, int] = {}
+
+    def of(node: fx.Node) -> fx.Node:
+        while root[node] is not node:
+            node = root[node]
+        return node
+
+    def read(node: fx.Node, name: str) -> None:
+        root.setdefault(node, node)
+        weights[node] = weights.get(node, 0) + 1
+        root[of(node)] = of(first.setdefault(name, node))
+
+    for node, name in program.held():
+        read(node, name)
+    held: dict[fx.Node, _Held] = {}
+    for name in program.params:
+        if name in first:
+            held.setdefault(of(first[name]), _Held(name, [], 1))
+    for node, weight in weights.items():
+        own = held[of(node)]
+        own.nodes.append(node)
+        own.weight = max(own.weight, weight)
+    return list(held.values())
 
 
 def _add(flow: Flow, node: fx.Node, graph: str, weight: int, role: str) -> None:
@@ -141,11 +187,14 @@ def _add_ops(flow: Flow, graph: fx.Graph, name: str, weight: int) -> None:
 
 def _groups(flow: Flow) -> Iterator[Group]:
     """Reader groups, equal ones of the outer graph counted together."""
-    heads = {name: placeholders(block.graph) for name, block in flow.program.blocks.items()}
+    heads = {
+        name: [n for n in placeholders(block.graph) if "param" not in n.meta]
+        for name, block in flow.program.blocks.items()
+    }
     for name, graph in flow.program.graphs():
         weight = max(1, len(flow.program.calls_of(name))) if name else 1
         found: dict[tuple[int, tuple[Read, ...], tuple[int, ...]], int] = {}
-        for key, reads in _readers(flow, graph, name, heads).items():
+        for key, reads in _readers(graph, name).items():
             ops = tuple(r for r in reads if r.kind != "argument")
             bound = (heads[str(r.node.target)][r.port] for r in reads if r.kind == "argument")
             args = tuple(dict.fromkeys(flow.at[head, 0] for head in bound))
@@ -155,8 +204,8 @@ def _groups(flow: Flow) -> Iterator[Group]:
             yield Group(value, ops, times, args)
 
 
-def _readers(flow: Flow, graph: fx.Graph, name: str, heads: dict[str, list[fx.Node]]) -> dict[Key, list[Read]]:
-    """What reads each value of the graph. ``heads``: placeholders of each block."""
+def _readers(graph: fx.Graph, name: str) -> dict[Key, list[Read]]:
+    """What reads each value of the graph."""
     readers: dict[Key, list[Read]] = {}
     for node in graph.nodes:
         if is_op(node):
@@ -164,8 +213,8 @@ def _readers(flow: Flow, graph: fx.Graph, name: str, heads: dict[str, list[fx.No
                 readers.setdefault(origin(a), []).append(Read("op", node, port))
         elif node.op == "call_module":
             for port, a in enumerate(node.args):
-                if flow.values[flow.of(a)].role != "param" or "param" not in heads[str(node.target)][port].meta:
-                    readers.setdefault(origin(a), []).append(Read("argument", node, port))
+                assert isinstance(a, fx.Node)
+                readers.setdefault(origin(a), []).append(Read("argument", node, port))
         elif node.op == "output" and not name:
             for port, a in enumerate(node.args[0]):
                 if isinstance(a, fx.Node):

@@ -4,7 +4,7 @@ from torch import Tag, fx
 
 from autopar.ir import ops
 from autopar.rules.table import aten
-from autopar.solve.flow import Flow, block_outputs, placeholders
+from autopar.solve.flow import Flow, block_outputs
 
 ALONG = frozenset({aten.layer_norm.default, aten.rms_norm.default, ops.dropout, aten._to_copy.default})
 
@@ -21,10 +21,10 @@ def residual_stream(flow: Flow) -> set[int]:
         carried = {g.value for g in flow.groups if g.value in returned and g.arguments}
         if len(calls) < 2 or not carried:
             continue
-        for i, node in enumerate(placeholders(block.graph)):
-            feeds = {flow.of(a) for a in (c.args[i] for c in calls) if isinstance(a, fx.Node)}
-            if "param" not in node.meta and feeds & carried and flow.values[flow.of(node)].diff:
-                found.add(flow.of(node))
+        for passed in zip(*map(flow.program.given, calls)):
+            head, feeds = passed[0][0], {flow.of(a) for _, a in passed}
+            if feeds & carried and flow.values[flow.of(head)].diff:
+                found.add(flow.of(head))
     for node, _ in flow.ops:  # in the order of each graph
         outs = [v for v in flow.outputs(node) if v is not None]
         if (

@@ -182,7 +182,7 @@ def _call(graph: fx.Graph, name: str, run: Run, results: list[int], moved: dict[
     nodes = [run.nodes[i] for i in results]
     inside = set(run.nodes)
     with graph.inserting_after(run.nodes[-1]):
-        call = graph.create_node("call_module", name, (*(moved.get(v, v) for v in run.values), *run.params))
+        call = graph.create_node("call_module", name, tuple(moved.get(v, v) for v in run.values))
     specs = tuple(n.meta["spec"] for n in nodes)
     flows = any(n.meta["diff"] for n in nodes)
     call.meta = {"spec": specs, "diff": flows, "module": run.path, "call": run.call, "path": run.path, "source": ""}
@@ -197,3 +197,6 @@ def _call(graph: fx.Graph, name: str, run: Run, results: list[int], moved: dict[
         moved[node] = at
     for node in reversed(run.nodes):
         graph.erase_node(node)
+    for param in run.params:
+        if not param.users:  # others may read it too: a layer that is called again, a parameter that is used outside
+            graph.erase_node(param)

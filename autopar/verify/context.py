@@ -100,7 +100,7 @@ def _activations(flow: Flow) -> set[int]:
     for v, value in enumerate(flow.values):
         if value.role == "input":
             depends[v] = {"input"}
-        elif value.role == "param" and flow.program.params[value.key[0].meta["param"]].kind == "parameter":
+        elif value.role == "param" and flow.program.params[value.param].kind == "parameter":
             depends[v] = {"parameter"}
     bound = [(a, group.value) for group in flow.groups for a in group.arguments]
     made = [(v, flow.inputs(node)) for node, _ in flow.ops for v in flow.outputs(node) if v is not None]

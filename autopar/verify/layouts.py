@@ -96,8 +96,8 @@ def annotated(program: Program) -> list[str]:
 
 def _check_call(program: Program, node: fx.Node, after: str) -> None:
     block = program.blocks[str(node.target)]
-    for arg, want in zip(node.args, placeholders(block.graph), strict=True):
-        _same(program.graph, node, layout_of(arg), layout_of(want), arg, after)  # type: ignore[arg-type]
+    for want, arg in program.given(node):
+        _same(program.graph, node, layout_of(arg), layout_of(want), arg, after)
     for made, inner in zip(layouts(node), block_outputs(block.graph), strict=True):
         _same(program.graph, node, made, layout_of(inner), inner, after)
 
@@ -156,19 +156,16 @@ def check_params(program: Program, after: str = "") -> None:
 
     Raises AutoparError ``param-layout``, also where the graph takes a parameter otherwise than the table says.
     """
-    fine_as: set[tuple[Layout, Layout, bool]] = set()  # of layers that are alike one is looked at
-    for node in placeholders(program.graph):
-        if "param" not in node.meta:
+    fine: set[tuple[fx.Node, int]] = set()  # of layers that are alike one is looked at
+    for node, name in program.held():
+        param = program.params[name]
+        if (node, id(param.layout)) in fine:
             continue
-        param = program.params[node.meta["param"]]
         held = param.layout or Layout()
-        kind_of = (layout_of(node), held, bool(node.meta.get("diff")))
-        if kind_of in fine_as:
-            continue
-        for axis, kind in kind_of[0].types:
+        for axis, kind in layout_of(node).types:
             want = R if program.mesh.is_summed(axis) else I
-            fine = isinstance(kind, Shard) or equal(kind, want, node)
-            if not fine or not equal(kind, held.get(axis), node):
+            may = isinstance(kind, Shard) or equal(kind, want, node)
+            if not may or not equal(kind, held.get(axis), node):
                 why = f"{param.name} is {kind} on {axis}, held as {held.get(axis)}; whole it would be {want}"
                 raise fault("param-layout", program.graph, node, why, "", after)
-        fine_as.add(kind_of)
+        fine.add((node, id(param.layout)))

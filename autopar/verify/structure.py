@@ -18,10 +18,13 @@ def check_structure(program: Program, after: str = "") -> None:
         for node in graph.nodes:
             _check_node(program, graph, node, name, after)
     for call in program.calls():
-        block = placeholders(program.blocks[str(call.target)].graph)
-        if len(block) != len(call.args):
-            why = f"{len(call.args)} arguments for the {len(block)} of block {call.target}"
+        taken = [h for h in placeholders(program.blocks[str(call.target)].graph) if "param" not in h.meta]
+        if len(taken) != len(call.args):
+            why = f"{len(call.args)} arguments for the {len(taken)} of block {call.target}"
             raise fault("bad-graph", program.graph, call, why, "", after)
+    if unknown := [name for _, name in program.held() if name not in program.params]:
+        why = f"{unknown[0]} is read, but the table of parameters has no such name"
+        raise fault("bad-graph", program.graph, next(iter(program.graph.nodes)), why, "", after)
 
 
 def _check_node(program: Program, graph: fx.Graph, node: fx.Node, name: str, after: str) -> None:

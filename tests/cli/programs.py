@@ -67,18 +67,16 @@ def model(layers: int = 3) -> Program:
     x = value(graph.placeholder("x"), (B, S, H), I)
     x.meta["input"] = 0
     params = {}
-    weights = []
     for i in range(layers):
         for name, shape, tp in (
             ("up.weight", (2 * H, H), COLUMN),
             ("down.weight", (H, 2 * H), plain_shard(1, 2 * H, 2)),
         ):
             full = f"layers.{i}.{name}"
-            weights.append(_weight(graph, full, shape, tp))
             params[full] = Param(full, Spec(shape, torch.float32), "parameter", layout=Layout.of({"dp": R, "tp": tp}))
     h = value(graph.call_function(ops.convert, (x, "tp", I, TOKENS)), (B, S, H), TOKENS)
     for i in range(layers):
-        call = graph.call_module("layers.*", (h, *weights[2 * i : 2 * i + 2]))
+        call = graph.call_module("layers.*", (h,))
         call.meta = {"path": f"layers.{i}", "spec": (Spec((B, S, H), torch.float32),), "layout": (h.meta["layout"],)}
         h = value(graph.call_function(operator.getitem, (call, 0)), (B, S, H), TOKENS)
     h = value(graph.call_function(ops.convert, (h, "tp", TOKENS, I)), (B, S, H), I)

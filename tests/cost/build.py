@@ -130,16 +130,12 @@ def layers(z: Sizes, sequence: bool = False, count: int = 1) -> Program:
     outer = Builder()
     x = outer.placeholder("x", (z.b * z.d, z.s, z.h), z.dtype, layer.on(layer.rest), input=0)
     params: dict[str, Param] = {}
-    given: list[list[fx.Node]] = []
     for i in range(count):
-        nodes = []
         for name, p in layer.params.items():
             full = f"layers.{i}.{name}"
             params[full] = Param(full, p.spec, "parameter", layout=p.layout)
-            nodes.append(outer.placeholder(full.replace(".", "_"), p.spec.shape, z.dtype, p.layout, param=full))
-        given.append(nodes)
     for i in range(count):
-        call = outer.graph.create_node("call_module", "layers.*", (x, *given[i]))
+        call = outer.graph.create_node("call_module", "layers.*", (x,))
         call.meta.update(path=f"layers.{i}", spec=(x.meta["spec"],), layout=(x.meta["layout"],))
         spec, layout = x.meta["spec"], x.meta["layout"]
         x = outer.graph.call_function(operator.getitem, (call, 0))

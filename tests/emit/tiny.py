@@ -108,7 +108,7 @@ def program(mesh: Mesh, at: Mapping[str, int], loss_only: bool) -> Program:
     """The LOCAL program of ``Tiny``; it has no size of the batch in it."""
     params, g, axis = table(mesh), fx.Graph(), model_axis(mesh)
     env = {}
-    for name in params:
+    for name in (n for n in params if not n.startswith("layers.")):
         env[name] = g.placeholder(name.replace(".", "_"))
         env[name].meta["param"] = name
     x = g.placeholder("x")
@@ -117,8 +117,7 @@ def program(mesh: Mesh, at: Mapping[str, int], loss_only: bool) -> Program:
     tp.meta["handle"] = axis
     h = g.call_function(aten.matmul.default, (x, env["embed.weight"]))
     for i in range(LAYERS):
-        names = ("gain", "up.weight", "up.bias", "down.weight", "scale", "frozen")
-        call = g.call_module("layer", (h, *(env[f"layers.{i}.{n}"] for n in names), tp))
+        call = g.call_module("layer", (h, tp))
         call.meta["path"] = f"layers.{i}"
         h = g.call_function(getitem, (call, 0))
     logits = g.call_function(aten.linear.default, (h, env["embed.weight"]))

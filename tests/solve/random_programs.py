@@ -56,9 +56,8 @@ def layered(rng: random.Random) -> Program:
     inner.output((values[-1],))
     graph = fx.Graph()
     x = _typed(graph.placeholder("x"), input=0)
-    weights = [_typed(graph.placeholder(f"w{i}"), param=f"layers.{i}.w") for i in range(2)]
     for i in range(2):
-        call = graph.call_module("layers.*", (x, weights[i]))
+        call = graph.call_module("layers.*", (x,))
         call.meta = {"spec": (SPEC,), "diff": True, "path": f"layers.{i}"}
         x = _typed(graph.call_function(operator.getitem, (call, 0)))
     graph.output((_typed(graph.call_function(aten.relu.default, (x,))),))
