@@ -20,6 +20,7 @@ from autopar.emit.named import Container, settings_of
 from autopar.emit.params import Place, initialise
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
+from autopar.ir.modules import walk
 from autopar.ir.placement import Placement
 from autopar.ir.program import Param
 from autopar.runtime.agreement import Agreement
@@ -143,19 +144,21 @@ def mirror(module: ParallelModule, model: nn.Module) -> None:
     """Give the parallel module a place for each of the model's modules: in order, in its mode, with settings fixed."""
     named: dict[str, nn.Module] = {"": module}
     classes: dict[type, frozenset[str]] = {}
-    ours: dict[type, frozenset[str]] = {}
+    known: dict[Any, frozenset[str]] = {}  # settings by what equal layers have in common
     places: dict[int, nn.Module] = {}  # by the module that they stand for, which may have several names
-    for name, original in model.named_modules(remove_duplicate=False):
+    for name, original in walk(model):
         if name:
             path, _, last = name.rpartition(".")
             children: dict[str, Any] = named[path]._modules
             children[last] = named[name] = children.pop(last, None) or places.get(id(original)) or Container()
         here = named[name]
         places.setdefault(id(original), here)
-        here.training = original.training
-        kind = type(here)
-        ours[kind] = ours.get(kind) or frozenset(dir(kind))
-        here.__dict__["_compiled"] = settings_of(original, classes) - vars(here).keys() - ours[kind]
+        state = vars(here)
+        state["training"] = original.training
+        alike = (type(original), type(here), *vars(original), None, *original._modules)
+        if alike not in known:
+            known[alike] = settings_of(original, classes) - state.keys() - frozenset(dir(type(here)))
+        state["_compiled"] = known[alike]
 
 
 def resolve(mesh: DeviceMesh | str | Mapping[str, int] | int | None, device: str) -> tuple[Mesh, DeviceMesh | None]:

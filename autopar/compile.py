@@ -278,7 +278,7 @@ class Compiler:
         except Exception as error:
             self._report(error)
             raise
-        parts = (t for p in made.plans for t in (plan_text(p), *map(str, p.params.values()), str(p.stages)))
+        parts = (t for p in made.plans for t in (plan_text(p), str(p.stages)))
         self.agree(fingerprint(*parts, str(self.placement)), None)
         return made
 
@@ -301,12 +301,14 @@ def flagged(model: nn.Module, flags: tuple[bool, ...]) -> Iterator[None]:
     """While the context lasts, the model's modules are in the given modes."""
     before = [(m, m.training) for m in model.modules()]
     try:
-        for (module, _), flag in zip(before, flags, strict=True):
-            module.training = flag
+        for (module, old), flag in zip(before, flags, strict=True):
+            if old != flag:  # to set an attribute of a module takes long
+                module.training = flag
         yield
     finally:
         for module, flag in before:
-            module.training = flag
+            if module.training != flag:
+                module.training = flag
 
 
 def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -331,7 +333,7 @@ def sums(programs: list[Program]) -> list[str]:
 
 
 def plan_text(program: Program) -> str:
-    """Layouts of every value, as text: equal on ranks that planned alike."""
+    """Layouts of every value and parameter, as text: equal on ranks that planned alike."""
     lines: list[str] = []
     known: dict[int, str] = {}  # of what many nodes share
 
@@ -344,6 +346,11 @@ def plan_text(program: Program) -> str:
         for n in graph.nodes:
             spec, layout, stage = (n.meta.get(key) for key in ("spec", "layout", "stage"))
             lines.append(f"{name} {n.format_node() or n.args} {text(spec)} {text(layout)} {stage}")
+    alike: dict[Any, list[str]] = {}
+    for p in program.params.values():
+        key = (p.spec, p.layout, p.kind, p.trainable, p.persistent, p.tied, p.chunk, p.stages, p.order)
+        alike.setdefault(key, []).append(p.name)
+    lines += [f"{key} {' '.join(names)}" for key, names in alike.items()]
     return "\n".join(lines)
 
 

@@ -184,7 +184,7 @@ def start(program: Program) -> None:
     """Every value gets an empty layout, every reader empty requirements: no axis is decided yet."""
     empty = Layout()
     for name, param in program.params.items():
-        program.params[name] = replace(param, layout=empty)
+        program.params[name] = param.with_layout(empty)
     for _, graph in program.graphs():
         for node in graph.nodes:
             if node.op == "output":

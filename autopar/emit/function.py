@@ -11,12 +11,12 @@ from typing import Any
 from torch import fx
 
 from autopar.emit.overlap import overlapped
-from autopar.ir.program import Program
+from autopar.ir.program import Program, copy_node
 
 _numbers = count()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Argument:
     """What a function takes at one place: a ``value`` (passed), a ``param`` or a ``handle``, by name."""
 
@@ -87,20 +87,21 @@ def outer_of(program: Program, owned: Callable[[str, str], bool]) -> Outer:
         heads.setdefault(argument, None)  # of a call's own that no unit holds
     taken = sorted(heads, key=lambda a: ("value", "param", "handle").index(a.kind))
     graph = fx.Graph()
-    env: dict[fx.Node | Argument, fx.Node] = {}
+    env: dict[fx.Node, fx.Node] = {}
+    place: dict[Argument, fx.Node] = {}
     for argument in taken:
         node = heads[argument]
-        new = graph.node_copy(node, lambda x: x) if node is not None else graph.placeholder(_identifier(argument.name))
-        env[argument] = new
-        if node is not None:
-            env[node] = new
+        if node is None:
+            place[argument] = graph.placeholder(_identifier(argument.name))
+        else:
+            place[argument] = env[node] = copy_node(graph, node, {})
     number = {call: i for i, call in enumerate(passed)}
     for node in program.graph.nodes:
         if node in passed:
-            args = tuple(env[v] for v in passed[node])
+            args = tuple(place[v] if isinstance(v, Argument) else env[v] for v in passed[node])
             env[node] = graph.create_node("call_module", f"call{number[node]}", args, name=node.name)
         elif node.op != "placeholder":
-            env[node] = graph.node_copy(node, lambda n: env[n])
+            env[node] = copy_node(graph, node, env)
     return Outer(graph, tuple(taken), sites)
 
 

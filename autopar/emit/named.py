@@ -8,7 +8,8 @@ from torch import nn
 
 from autopar.errors import AutoparError
 
-OWN = frozenset(vars(nn.Module()))  # what every module has
+_FRESH = vars(nn.Module())
+OWN = frozenset(_FRESH)  # what every module has
 
 
 class Named(nn.Module):
@@ -47,6 +48,10 @@ class Named(nn.Module):
 
 class Container(Named):
     """A place below the root; it is never called."""
+
+    def __init__(self) -> None:
+        # What nn.Module's own sets, attribute by attribute through checks: deep models have thousands of places.
+        self.__dict__.update({n: type(v)() if isinstance(v, (dict, set)) else v for n, v in _FRESH.items()})
 
 
 def _hookless(name: str) -> Callable[..., Any]:

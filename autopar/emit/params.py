@@ -199,7 +199,10 @@ def wrap(local: Tensor, param: Param, place: Place) -> Tensor:
     A parameter is a DTensor on the data axes and its own, of class SegmentedDTensor where placements cannot say its
     rows; a sharded buffer is one on its own. Without such axes, and for other buffers, it is a plain tensor.
     """
-    kind = _kind(param, place)
+    return _wrapped(local, param, place, _kind(param, place))
+
+
+def _wrapped(local: Tensor, param: Param, place: Place, kind: _Kind) -> Tensor:
     if kind.spec is None:
         return nn.Parameter(local, requires_grad=param.trainable) if param.kind == "parameter" else local
     same = local.dtype == param.spec.dtype
@@ -269,16 +272,18 @@ def initialise(
     """
     target = device or place.device
     local: dict[str, Tensor] = {}
+    kinds = {name: _kind(param, place) for name, param in params.items()}
     if target.type == "meta":
+        empty = lru_cache(lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta"))
         for name, param in params.items():
-            local[name] = torch.empty(_kind(param, place).shape, dtype=param.spec.dtype, device="meta")
+            local[name] = empty(kinds[name].shape, param.spec.dtype).detach()  # holds nothing that is shared
     else:
         table: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         table |= dict(model.named_buffers(remove_duplicate=False))
         table |= dict(values or {})
         for name, whole in _wholes(model, params, table, seed):
             local[name] = local_of(whole, params[name], place.mesh, place.at).to(target)
-    return {name: wrap(local[name], param, place) for name, param in params.items()}
+    return {name: _wrapped(local[name], param, place, kinds[name]) for name, param in params.items()}
 
 
 def _wholes(

@@ -165,31 +165,32 @@ class Skeleton:
 def skeleton(params: Mapping[str, Param], tensors: Mapping[str, Tensor], units: Sequence[str]) -> Skeleton:
     """Modules with the model's names holding ``tensors``, with a Unit at each path of ``units`` and at the root."""
     out = Skeleton(Unit(), {}, {}, {})
+    places: dict[str, nn.Module] = {"": out.root}
     paths = frozenset(units) - {""}
+
+    def place(path: str) -> nn.Module:
+        if path not in places:
+            above, _, last = path.rpartition(".")
+            made = place(above)._modules[last] = places[path] = Unit() if path in paths else Container()
+            if isinstance(made, Unit):
+                out.units[path] = made
+        return places[path]
+
     for name, param in params.items():
         if param.kind == "constant":
             out.constants[name] = tensors[name]
             out.tables[name] = (out.root, out.constants, name)
         else:
-            _register(out, name, param, tensors[name], paths)
+            _register(out, name, param, tensors[name], place)
     for name, param in params.items():
         for other in param.tied:
-            _register(out, other, param, tensors[name], paths)
+            _register(out, other, param, tensors[name], place)
     return out
 
 
-def _register(out: Skeleton, name: str, param: Param, tensor: Tensor, paths: frozenset[str]) -> None:
-    *path, key = name.split(".")
-    module: nn.Module = out.root
-    for i, part in enumerate(path):
-        if part not in module._modules:
-            here = ".".join(path[: i + 1])
-            module._modules[part] = Unit() if here in paths else Container()
-            if here in paths:
-                out.units[here] = module._modules[part]  # type: ignore[assignment]
-        child = module._modules[part]
-        assert child is not None
-        module = child
+def _register(out: Skeleton, name: str, param: Param, tensor: Tensor, place: Callable[[str], nn.Module]) -> None:
+    path, _, key = name.rpartition(".")
+    module = place(path)
     table: dict[str, Any] = module._parameters if param.kind == "parameter" else module._buffers
     table[key] = tensor
     if param.kind != "parameter" and not param.persistent:

@@ -10,6 +10,7 @@ they cost as much on every rank. A local tensor keeps the order of the whole in 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from autopar.ir.mesh import Mesh
 
@@ -183,6 +184,17 @@ class Layout:
     """A value's type on each axis of the mesh, as (axis, type) pairs in mesh order."""
 
     types: tuple[tuple[str, Type], ...] = ()
+
+    def __hash__(self) -> int:
+        """That of the types, kept: layouts are looked up far more often than made."""
+        known: int | None = self.__dict__.get("_hash")
+        if known is None:
+            known = self.__dict__["_hash"] = hash(self.types)
+        return known
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hash, which another process has another of."""
+        return {"types": self.types}
 
     @staticmethod
     def of(types: Mapping[str, Type]) -> "Layout":

@@ -215,6 +215,10 @@ class Block:
     graph: fx.Graph
     recompute: str = "none"  # what its backward computes again: "none", "selective" or "full"
 
+    def own(self) -> list[fx.Node]:
+        """The placeholders of its own parameters and buffers."""
+        return [n for n in self.graph.find_nodes(op="placeholder") if "param" in n.meta]
+
 
 @dataclass
 class Program:
@@ -264,9 +268,8 @@ class Program:
 
     def own(self, call: fx.Node) -> list[tuple[fx.Node, str]]:
         """(placeholder of its block, name) of each parameter and buffer that a call reads by its path."""
-        path = call.meta.get("path", "")
-        heads = self.blocks[str(call.target)].graph.find_nodes(op="placeholder")
-        return [(h, f"{path}.{h.meta['param']}") for h in heads if "param" in h.meta]
+        heads = self.blocks[str(call.target)].own()
+        return list(zip(heads, _names(call.meta.get("path", ""), _own(heads))))
 
     def given(self, call: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
         """(placeholder of its block, node of the outer graph) of each argument of a call. A ValueError if one lacks."""
@@ -275,8 +278,10 @@ class Program:
 
     def held(self) -> Iterator[tuple[fx.Node, str]]:
         """(placeholder, name) of each parameter and buffer that the program reads; those of equal layers share one."""
+        own = {name: block.own() for name, block in self.blocks.items()}
+        relative = {name: _own(heads) for name, heads in own.items()}
         for call in self.calls():
-            yield from self.own(call)
+            yield from zip(own[call.target], _names(call.meta.get("path", ""), relative[call.target]))  # type: ignore[index]
         heads = self.graph.find_nodes(op="placeholder")
         yield from ((n, str(n.meta["param"])) for n in heads if "param" in n.meta)
 
@@ -284,6 +289,16 @@ class Program:
         """The parameters and buffers that an outer node reads; a call its own, and those that are passed to it."""
         own = [name for _, name in self.own(node)] if node.op == "call_module" else []
         return own + [str(a.meta["param"]) for a in node.all_input_nodes if a.op == "placeholder" and "param" in a.meta]
+
+
+def _own(heads: list[fx.Node]) -> tuple[str, ...]:
+    return tuple(n.meta["param"] for n in heads)
+
+
+@lru_cache(maxsize=4096)
+def _names(path: str, own: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of a call's parameters: asked for by every pass and check, of every layer."""
+    return tuple(f"{path}.{name}" for name in own)
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:

@@ -1,6 +1,6 @@
 """Which unit reads each parameter, and which unit an engine can gather and reduce it with."""
 
-from collections.abc import Iterable
+from functools import cache, partial
 
 from autopar.ir.program import Param, Program
 
@@ -20,13 +20,11 @@ def paths_of(program: Program) -> list[str]:
     return list(dict.fromkeys(str(c.meta.get("path", "")) for c in program.calls()))
 
 
-def home(name: str, units: Iterable[str]) -> str:
-    """The innermost unit under whose path the name lies; "" for none."""
-    known = units if isinstance(units, frozenset) else frozenset(units)
-    path = name.rpartition(".")[0]
-    while path and path not in known:
-        path = path.rpartition(".")[0]
-    return path
+def _home(module: str, units: frozenset[str]) -> str:
+    """The innermost unit that the module is, or lies under; "" for none."""
+    while module and module not in units:
+        module = module.rpartition(".")[0]
+    return module
 
 
 def managed(program: Program) -> dict[str, str]:
@@ -34,17 +32,17 @@ def managed(program: Program) -> dict[str, str]:
 
     Scalars are left out: engines cannot cut them.
     """
-    paths, users = frozenset(paths_of(program)), users_of(program)
-    return {n: _unit(p, users.get(n, set()), paths) for n, p in program.params.items() if can_manage(p)}
+    users = users_of(program)
+    home_of = cache(partial(_home, units=frozenset(paths_of(program))))  # by module
+
+    def unit(param: Param) -> str:
+        own, readers = home_of(param.name.rpartition(".")[0]), users.get(param.name, set())
+        alone = all(home_of(n.rpartition(".")[0]) == own for n in param.tied)
+        return own if alone and readers <= {own} else ""
+
+    return {n: unit(p) for n, p in program.params.items() if can_manage(p)}
 
 
 def can_manage(param: Param) -> bool:
     """Whether an engine holds the parameter; the gradients of others are reduced where they are read."""
     return param.kind == "parameter" and param.spec.is_float and bool(param.spec.shape)
-
-
-def _unit(param: Param, readers: set[str], paths: frozenset[str]) -> str:
-    homes = {home(n, paths) for n in (param.name, *param.tied)}
-    if len(homes) == 1 and (not readers or readers == homes):
-        return homes.pop()
-    return ""

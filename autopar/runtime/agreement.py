@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
+from autopar.ir.modules import walk
 
 T = TypeVar("T")
 LIMIT = 1 << 20  # bytes of rows that are hashed at every call
@@ -134,9 +135,9 @@ def checksum(tensors: Iterable[torch.Tensor], limit: int | None = None) -> int:
 
 def identity(model: nn.Module) -> str:
     """A hash of the names, shapes and dtypes of a model's tensors and of a sample of their values."""
-    held = ((path, {**m._parameters, **m._buffers}) for path, m in model.named_modules(remove_duplicate=False))
+    held = ((path, {**m._parameters, **m._buffers}) for path, m in walk(model))
     tensors = ((path, n, t) for path, own in held for n, t in own.items() if t is not None)
-    return fingerprint(*((*at, tuple(t.shape), str(t.dtype), t.requires_grad, _sample(t)) for *at, t in tensors))
+    return fingerprint("\n".join(f"{p}.{n} {t.shape} {t.dtype} {t.requires_grad} {_sample(t)}" for p, n, t in tensors))
 
 
 def _sample(tensor: Tensor) -> list[Any]:

@@ -15,6 +15,7 @@ from autopar.ir import edit, ops
 from autopar.ir.evaluate import evaluate
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Form, Spec
+from autopar.solve.flow import flow_of
 from autopar.trace import Structure, trace
 from tests.trace.models import CASES, Checkpointed, Nested, Tokens, causal_lm, squares
 
@@ -312,13 +313,44 @@ def test_blocks() -> None:
     assert block.name == "model.layers.*" and [c.meta["path"] for c in calls] == [f"model.layers.{i}" for i in range(4)]
     holders = [n for n in block.graph.nodes if n.op == "placeholder"]
     for call in calls:
-        assert len(call.args) == len(holders)
-        for holder, arg in zip(holders, call.args):
-            assert holder.meta["spec"] == arg.meta["spec"]
-            if "param" in holder.meta:
-                assert f"{call.meta['path']}.{holder.meta['param']}" == arg.meta["param"]
+        own, given = program.own(call), program.given(call)
+        assert [h for h in holders if h not in dict(own)] == [h for h, _ in given]
+        assert all(holder.meta["spec"] == program.params[name].spec for holder, name in own)
+        assert all(holder.meta["spec"] == arg.meta["spec"] for holder, arg in given)
+        assert all(name == f"{call.meta['path']}.{holder.meta['param']}" for holder, name in own)
     kinds = ["param" in h.meta for h in holders]
     assert kinds == sorted(kinds)
+
+
+class ReadTwice(nn.Module):
+    """Layers whose first one's weight the model reads too, and whose last one is called again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, self.layers[2]):
+            x = layer(x).relu()
+        return x @ self.layers[0].weight
+
+
+def test_calls_read_their_own_parameters() -> None:
+    torch.manual_seed(0)
+    model, x = ReadTwice(), torch.randn(4, 4)
+    program = trace(model, (x,), {}, mesh=Mesh.of({"dp": 2})).program
+    heads = [n.meta["param"] for n in program.graph.find_nodes(op="placeholder") if "param" in n.meta]
+    assert heads == ["layers.0.weight"]  # what is read outside; the rest goes by the paths of calls
+    calls = list(program.calls())
+    assert [[name for _, name in program.own(c)] for c in calls] == [
+        [f"layers.{i}.weight", f"layers.{i}.bias"] for i in (0, 1, 2, 2)
+    ]
+    assert all(len(c.args) == 1 for c in calls)
+    (weight,) = {flow_of(program).of(n) for n, name in program.held() if name.endswith("weight")}
+    assert flow_of(program).values[weight].param == "layers.0.weight"
+    both = torch.cat([x, x])
+    (got,) = evaluate(program, dict(model.named_parameters()), [both])
+    torch.testing.assert_close(got, model(both))
 
 
 def test_random_draws_of_a_layer_called_twice_differ() -> None:

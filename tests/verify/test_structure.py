@@ -88,6 +88,13 @@ def test_a_call_with_too_few_arguments():
     assert "arguments" in refused(p, "bad-graph")
 
 
+def test_a_call_that_reads_a_parameter_that_there_is_not():
+    p = program()
+    call = next(p.calls())
+    call.meta["path"] = "layers.7"
+    assert "layers.7." in refused(p, "bad-graph")
+
+
 def test_the_message_shows_ten_lines_and_the_types():
     p = program("reshard")
     node = op_of(p)

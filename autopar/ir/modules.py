@@ -1,0 +1,15 @@
+"""A model's modules by path."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+
+def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """As ``model.named_modules(remove_duplicate=False)``, whose generators in generators take long where it is deep."""
+    todo: list[tuple[str, nn.Module]] = [("", model)]
+    while todo:
+        path, module = todo.pop()
+        yield path, module
+        dot = path + "." if path else ""
+        todo += [(dot + name, m) for name, m in reversed(module._modules.items()) if m is not None]
