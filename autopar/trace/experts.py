@@ -170,8 +170,8 @@ def stacked(module: nn.Module) -> int:
     own = [p for p in module._parameters.values() if p is not None]
     counts = {p.shape[0] if p.ndim else 0 for p in own}
     fits = any(p.ndim >= 3 for p in own) and len(counts) == 1 and all(p.is_floating_point() for p in own)
-    lone = sum(1 for _ in module.parameters()) == len(own) and not module._buffers
-    return counts.pop() if fits and lone else 0
+    lone = fits and sum(1 for _ in module.parameters()) == len(own) and not module._buffers
+    return counts.pop() if lone else 0
 
 
 def _parameters(kind: type) -> tuple[str, ...]:

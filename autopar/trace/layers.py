@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import _symbolic_trace
 
+from autopar.ir.modules import walk
+
 Attribute = tuple[str, str]  # path of the module in the element, name
 SINGLE = "_autopar_single"  # attribute of classes whose modules are traced whole, lists in them included
 
@@ -42,10 +44,11 @@ def repeated(model: nn.Module, everywhere: bool = False) -> dict[str, int]:
 def kind_of(element: nn.Module) -> Hashable:
     """What must agree for two elements to be traced alike: everything but tensors' values and plain numbers."""
     rows: list[Hashable] = []
-    for path, module in element.named_modules(remove_duplicate=False):
+    for path, module in walk(element):
         tensors = [*module._parameters.items(), *module._buffers.items()]
         looks = tuple((n, None if t is None else _look(t)) for n, t in tensors)
-        attributes = tuple(sorted((n, _frozen(v)) for n, v in plain_attributes(module)))
+        said = ((n, v) for n, v in plain_attributes(module) if n not in _OF_EVERY or v)  # no empty table of hooks
+        attributes = tuple(sorted((n, _frozen(v)) for n, v in said))
         rows.append((path, type(module), looks, attributes))
     return tuple(rows)
 
@@ -61,6 +64,7 @@ def plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
+_OF_EVERY = frozenset(vars(nn.Module()))
 WATCHED = "_autopar_watched"  # of a look-up that records: ids of the modules whose numbers it watches
 
 
@@ -94,7 +98,7 @@ def numbers(element: nn.Module) -> dict[Attribute, Any]:
     """Every plain number of the element's modules."""
     return {
         (path, name): value
-        for path, module in element.named_modules(remove_duplicate=False)
+        for path, module in walk(element)
         for name, value in plain_attributes(module)
         if is_number(value)
     }
@@ -120,7 +124,7 @@ def recording(element: nn.Module, watched: set[Attribute]) -> Iterator[set[Attri
     """
     read: set[Attribute] = set()
     hidden: dict[tuple[int, str], tuple[Attribute, Any]] = {}
-    modules = dict(element.named_modules(remove_duplicate=False))
+    modules = dict(walk(element))
     ordinary = nn.Module.__getattr__
 
     def getattr_(self: nn.Module, name: str) -> Any:

@@ -63,8 +63,9 @@ def families_of(module: nn.Module) -> Families | None:
     Elements of one list (or of several as long) whose parameters look alike, beside something else of that size, as a
     router has; or parameters with such a first dim.
     """
-    named = {n: p for n, p in module.named_parameters() if p.is_floating_point()}
-    for count in _counts(module):
+    counts = _counts(module)
+    named = {n: p for n, p in module.named_parameters() if p.is_floating_point()} if counts else {}
+    for count in counts:
         specs, places = _listed(module, named, count)
         if not specs:
             specs = {n: Spec(tuple(p.shape), p.dtype) for n, p in named.items() if p.ndim >= 3 and p.shape[0] == count}

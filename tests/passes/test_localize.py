@@ -35,8 +35,8 @@ def test_axes_are_arguments_of_the_graphs_that_use_them():
         used = {a for n in graph.nodes for a in n.all_input_nodes if "handle" in a.meta and n.op == "call_function"}
         assert not name or used == set(handles)
     for call in program.calls():
-        inner = [n for n in program.blocks[call.target].graph.nodes if n.op == "placeholder"]
-        assert [a.meta.get("handle") for a in call.args] == [n.meta.get("handle") for n in inner]
+        given = program.given(call)
+        assert given and all(arg.meta.get("handle") == head.meta.get("handle") for head, arg in given)
 
 
 def test_programs_of_ranks_differ_only_where_shards_do():
