@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from autopar.emit.chains import looped
 from autopar.emit.engine import Engine
 from autopar.emit.function import Argument, Outer, Site, function_of, outer_of, split_runs
 from autopar.emit.params import Place
@@ -112,7 +113,7 @@ def emit(
         over = tuple(place.axes[a] for a in param.summed_over(place.mesh)) if needs else ()
         return Slot(table, key, over, _lower(param, engine))
 
-    outer = outer_of(program, owned)
+    outer = outer_of(program, owned, loops=True)
     blocks = {
         name: recomputed(function_of(block.graph, _identifier(name)), block.recompute)
         for name, block in program.blocks.items()
@@ -123,6 +124,8 @@ def emit(
         call = _bind(blocks[site.block], site.arguments, partial(slot, site.path), handles, site.path, alone)
         functions[site.block].append(call)
         sites[f"call{i}"] = _runner(skeleton, site, call)
+    for i, (members, carried) in enumerate(outer.loops):
+        sites[f"loop{i}"] = looped([sites[f"call{m}"] for m in members], carried)
     function = function_of(outer.graph, "outer", SimpleNamespace(**sites))
     call = _bind(function, outer.arguments, partial(slot, ""), handles, "", alone)
     uneven = any(n.target is dispatched_experts and n.args[ROOM] is None for _, g in program.graphs() for n in g.nodes)

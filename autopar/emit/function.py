@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx
 
+from autopar.emit.chains import chains_of
 from autopar.emit.overlap import overlapped
 from autopar.ir.program import Program, copy_node
 
@@ -38,11 +39,15 @@ class Site:
 
 @dataclass
 class Outer:
-    """The outer graph with calls reduced to ``sites``: ``call_module`` of ``call0``, ``call1``, ... on values only."""
+    """The outer graph with calls reduced to ``sites``: ``call_module`` of ``call0``, ``call1``, ... on values only.
+
+    ``loops``: of ``loop0``, ``loop1``, ..., which stand for several sites: (which, what one hands to the next).
+    """
 
     graph: fx.Graph
     arguments: tuple[Argument, ...]
     sites: list[Site]
+    loops: list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]
 
 
 def code_of(graph: fx.Graph, name: str) -> tuple[str, dict[str, Any]]:
@@ -67,11 +72,12 @@ def function_of(graph: fx.Graph, name: str, calls: Any = None) -> Callable[..., 
     return function if calls is None else function.__get__(calls)
 
 
-def outer_of(program: Program, owned: Callable[[str, str], bool]) -> Outer:
+def outer_of(program: Program, owned: Callable[[str, str], bool], loops: bool = False) -> Outer:
     """The outer graph for emission.
 
     Args:
         owned: whether the unit at a path (first) holds a parameter (second), and so looks it up itself.
+        loops: whether equal layers one after the other become one node.
     """
     sites: list[Site] = []
     passed: dict[fx.Node, list[fx.Node | Argument]] = {}
@@ -96,13 +102,22 @@ def outer_of(program: Program, owned: Callable[[str, str], bool]) -> Outer:
         else:
             place[argument] = env[node] = copy_node(graph, node, {})
     number = {call: i for i, call in enumerate(passed)}
+    chains = list(chains_of(program.graph, passed)) if loops else []
+    names = {call: (f"call{i}", call) for call, i in number.items()}  # and whose values it takes
+    names |= {chain.calls[-1]: (f"loop{i}", chain.calls[0]) for i, chain in enumerate(chains)}
+    inside = {n for chain in chains for call in chain.calls[:-1] for n in (call, *call.users)}
     for node in program.graph.nodes:
-        if node in passed:
-            args = tuple(place[v] if isinstance(v, Argument) else env[v] for v in passed[node])
-            env[node] = graph.create_node("call_module", f"call{number[node]}", args, name=node.name)
+        if node in inside:
+            continue
+        if node in names:
+            name, source = names[node]
+            args = tuple(place[v] if isinstance(v, Argument) else env[v] for v in passed[source])
+            env[node] = graph.create_node("call_module", name, args, name=node.name)
         elif node.op != "placeholder":
             env[node] = copy_node(graph, node, env)
-    return Outer(graph, tuple(taken), sites)
+    return Outer(
+        graph, tuple(taken), sites, [(tuple(number[c] for c in chain.calls), chain.carried) for chain in chains]
+    )
 
 
 def _identifier(name: str) -> str:

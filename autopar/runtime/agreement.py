@@ -137,7 +137,7 @@ def identity(model: nn.Module) -> str:
     """A hash of the names, shapes and dtypes of a model's tensors and of a sample of their values."""
     held = ((path, {**m._parameters, **m._buffers}) for path, m in walk(model))
     tensors = ((path, n, t) for path, own in held for n, t in own.items() if t is not None)
-    return fingerprint("\n".join(f"{p}.{n} {t.shape} {t.dtype} {t.requires_grad} {_sample(t)}" for p, n, t in tensors))
+    return fingerprint([(*at, tuple(t.shape), t.dtype, t.requires_grad, _sample(t)) for *at, t in tensors])
 
 
 def _sample(tensor: Tensor) -> list[Any]:
