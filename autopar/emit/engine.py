@@ -242,7 +242,7 @@ def _own(groups: Iterable[Group], params: Mapping[str, Param], place: Place) -> 
     for group in groups:
         names = tuple(n for n in group.names if n in params and not is_empty(params[n]))
         if names:
-            yield replace(group, names=names)
+            yield group if names == group.names else replace(group, names=names)
 
 
 def _local(param: Param, place: Place) -> tuple[int, ...]:

@@ -5,13 +5,13 @@ from functools import cache, partial
 from autopar.ir.program import Param, Program
 
 
-def users_of(program: Program) -> dict[str, set[str]]:
+def users_of(program: Program) -> dict[str, frozenset[str]]:
     """Which unit reads each parameter: the path of the block's call, or "" for the outer function."""
-    users: dict[str, set[str]] = {}
+    users: dict[str, frozenset[str]] = {}
     for node in program.graph.nodes:
-        path = str(node.meta.get("path", "")) if node.op == "call_module" else ""
+        own = frozenset((str(node.meta.get("path", "")) if node.op == "call_module" else "",))
         for name in program.reads(node):
-            users.setdefault(name, set()).add(path)
+            users[name] = users[name] | own if name in users else own
     return users
 
 
@@ -36,7 +36,7 @@ def managed(program: Program) -> dict[str, str]:
     home_of = cache(partial(_home, units=frozenset(paths_of(program))))  # by module
 
     def unit(param: Param) -> str:
-        own, readers = home_of(param.name.rpartition(".")[0]), users.get(param.name, set())
+        own, readers = home_of(param.name.rpartition(".")[0]), users.get(param.name, frozenset())
         alone = all(home_of(n.rpartition(".")[0]) == own for n in param.tied)
         return own if alone and readers <= {own} else ""
 

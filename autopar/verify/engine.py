@@ -1,7 +1,7 @@
 """A STAGED program's engine holds every parameter once, gathers it where it is read, and is the only reducer."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 
 from autopar.errors import AutoparError
 from autopar.ir.layout import R
@@ -42,7 +42,7 @@ def _faults(program: Program, engine: Engine) -> Iterator[str]:
         yield from _group_faults(program, group, paths, users)
 
 
-def _group_faults(program: Program, group: Group, paths: list[str], users: dict[str, set[str]]) -> Iterator[str]:
+def _group_faults(program: Program, group: Group, paths: list[str], users: Mapping[str, Set[str]]) -> Iterator[str]:
     if group.unit and group.unit not in paths:
         yield f"group of {group.unit}: no block is called there"
     for name in group.names:
