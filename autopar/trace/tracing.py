@@ -78,7 +78,7 @@ def finish(exported: Exported, mesh: Mesh, inputs: tuple[Input, ...], rows: tupl
     try:
         graph = normalize(exported)
     except AutoparError as error:
-        raise also(error, exported.unseen) from error
+        raise also(error, exported.unseen) from error.__cause__
     params = dict(exported.params)
     for node in graph.find_nodes(op="placeholder"):
         if "input" in node.meta:
