@@ -159,12 +159,6 @@ def test_what_is_written_by_steps_stays_shared_out(mesh: str) -> None:
     assert autopar.verify(seeded(Interleaved), mesh, args=(features(4, 6, WIDTH),), loss=squares, strategy="strict").ok
 
 
-def test_a_norm_by_power_iteration_stays_shared_out() -> None:
-    layer = nn.utils.parametrizations.spectral_norm
-    model = seeded(lambda: nn.Sequential(layer(nn.Linear(WIDTH, 32)), nn.GELU(), layer(nn.Linear(32, WIDTH))))
-    assert autopar.verify(model, "tp=2", args=(features(4, 6, WIDTH),), loss=squares, strategy="strict").ok
-
-
 def cases() -> tuple[nn.Module, dict[str, Tensor]]:
     """For the command line."""
     return seeded(Lm), batch(4)
