@@ -225,4 +225,9 @@ def _content(value: Tensor) -> Any:
     """What tells a constant from others: its numbers, where it has some."""
     if type(value) is not Tensor or value.is_meta:
         return ("constant", id(value))
-    return ("constant", value.dtype, tuple(value.shape), value.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return (
+        "constant",
+        value.dtype,
+        tuple(value.shape),
+        value.cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes(),
+    )
