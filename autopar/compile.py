@@ -29,6 +29,7 @@ from autopar.solve.batch import settle_outputs
 from autopar.strategy import Strategy
 from autopar.trace import Structure, Traced, trace
 from autopar.trace.blueprint import blueprint
+from autopar.trace.carried import State
 from autopar.trace.leaves import Same, objects
 from autopar.trace.tracing import batch_dims_of
 
@@ -172,18 +173,22 @@ class Compiler:
         self.dims: dict[str, int | None] = {}  # batch dim of each input by name, as found at its first call
         self.objects: dict[Same, int] = {}  # objects among the inputs by when they came, which ranks compare
         self.said: set[str] = set()
+        self.state: State | None = None  # what calls so far left in the model's attributes
+        self.current: dict[Any, State | None] = {}  # with which state each trace begins
 
     def variant(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, train: bool, loss_only: bool, grad: bool
     ) -> Variant:
         """The variant for a call; compiled where it is new. Collective: every rank calls it with its own rows."""
         key = self._key(args, kwargs, train, "loss" if loss_only else "outputs")
+        self._expire(key)
         if (key, loss_only) not in self.variants:
             with uncollected():
                 self.variants[key, loss_only] = self._agreed(
                     lambda: self._compile(self._traced(key, args, kwargs), loss_only)
                 )
         made = self.variants[key, loss_only]
+        self._advance(key)
         if grad and not loss_only:
             self._tell(sums([v.program for v in self.variants.values()]))
         return made
@@ -198,6 +203,21 @@ class Compiler:
             return self.variants.setdefault((key, loss_only), self._compile(traced, loss_only))
 
         return self._agreed(make)
+
+    def _expire(self, key: Any) -> None:
+        """Forget what was traced before another call changed the model's attributes."""
+        if self.current.get(key, self.state) is not self.state:
+            for held in (self.traces, self.current):
+                held.pop(key)
+            for loss_only in (True, False):
+                self.variants.pop((key, loss_only), None)
+
+    def _advance(self, key: Any) -> None:
+        """The call is made: what it leaves in attributes is what later traces begin with."""
+        traced = self.traces[key]
+        if traced.left is not None:
+            self.state, traced.left = traced.left, None
+            self.current[key] = self.state
 
     def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool, what: str) -> Any:
         try:
@@ -239,7 +259,9 @@ class Compiler:
                 traced = trace_in(
                     precision_of(self.strategy), self.model, args, kwargs,
                     mesh=self.mesh, rows=rows, loss=self.loss, batch_dims=dims, train=flags[0],
+                    start=self.state,
                 )  # fmt: skip
+            self.current[key] = self.state
             self._tell(traced.notes)
             traced.program = settle_outputs(traced.program)
             self.traces[key] = self.rewrite(traced)

@@ -359,6 +359,15 @@ def index_put(node: fx.Node) -> Labels:
     return Labels((tuple(names), *binds, written), (tuple(names),), blocked)
 
 
+def put_slice(node: fx.Node) -> Labels:
+    """x[.., start:end:step, ..] = values: the sliced dim is blocked, the others pass."""
+    rank = len(input_shapes(node)[0])
+    dim = normal_dims(arguments(node)["dim"], rank)[0]
+    names = numbered(rank)
+    written = tuple("s" if k == dim else n for k, n in enumerate(names))
+    return Labels((tuple(names), written), (tuple(names),), frozenset({f"d{dim}", "s"}), linear=(frozenset({0, 1}),))
+
+
 def index_select(node: fx.Node) -> Labels:
     """Rows of ``dim`` by a 1-D index."""
     rank = len(input_shapes(node)[0])

@@ -1,7 +1,8 @@
 """A model to a functional graph of aten ops, by ``torch.export`` without strict mode."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,16 +17,17 @@ from autopar.ir.program import Param, Spec
 from autopar.trace import places
 from autopar.trace.attached import inline_no_grad
 from autopar.trace.backward import watched
+from autopar.trace.carried import State, inline
 from autopar.trace.experts import Candidates
+from autopar.trace.flat import WRAPPED, Flat, Seen
 from autopar.trace.layers import repeated
 from autopar.trace.once import Unsafe, bodies_of, intercepted
 from autopar.trace.prepare import prepared, quiet
-from autopar.trace.state import Carried, Place, Snapshot, watched_attributes
-from autopar.trace.structure import Node, Structure, scan
-from autopar.trace.watch import Watch, no_draws
+from autopar.trace.settle import left_by
+from autopar.trace.state import Snapshot
+from autopar.trace.structure import Structure
 
 Named = tuple[dict[str, Param], dict[str, str]]  # parameters and buffers by first name, and each name's first name
-WRAPPED = "m"  # the name of the user's model in the wrapper; stripped from every path
 
 
 @dataclass
@@ -33,7 +35,7 @@ class Exported:
     """A functional aten graph whose placeholders are known by name.
 
     Placeholders carry ``meta["param"]`` or ``meta["input"]``. ``outputs`` describes the graph's flat result:
-    ("user", ""), ("loss", "") or ("buffer", name).
+    ("user", ""), ("loss", ""), ("kept", "") for what a call leaves in attributes, or ("buffer", name).
     """
 
     graph: fx.Graph
@@ -44,101 +46,13 @@ class Exported:
     notes: list[str] = field(default_factory=list)
     bodies: dict[str, "Exported"] = field(default_factory=dict)  # of layers that are single nodes, by path
     unseen: list[str] = field(default_factory=list)  # why modules that could hold experts were traced as they stand
+    left: State | None = None  # what a call leaves in attributes for later ones; None where it changes nothing
 
     @property
     def looks(self) -> list[tuple[tuple[int, ...], str]]:
         """Shape and dtype of each result."""
         values = [n.meta["val"] for n in self.graph.output_node().args[0]]  # type: ignore[union-attr]
         return [(tuple(map(int, v.shape)), str(v.dtype).removeprefix("torch.")) for v in values]
-
-
-@dataclass
-class _Seen:
-    """What the forward found out; kept apart because export undoes assignments to a module."""
-
-    loss: bool = False
-    dropped: set[str] = field(default_factory=set)
-    changed: list[Place] = field(default_factory=list)
-    after: Snapshot | None = None  # what the forward left, where that is not what it met
-    carried: Carried = field(default_factory=Carried)
-    moved: list[Place] = field(default_factory=list)  # what a second call changed once more
-
-
-class _Flat(nn.Module):
-    """The model as a function of a flat list of tensors that returns a flat list of tensors."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        structure: Structure,
-        loss: Callable[[Any], Tensor] | None,
-        whole: bool = True,
-        twice: list[Place] | None = None,
-    ) -> None:
-        super().__init__()
-        setattr(self, WRAPPED, model)
-        self.structure = structure
-        self.loss = [loss]  # in a list, so that a loss that is a module is not registered
-        self.seen = _Seen()
-        self.running: list[bool] = []  # not empty while the forward runs
-        self.whole = whole  # a layer alone has no loss
-        self.twice = twice  # attributes to watch in a second call, which sees what the first one left
-        self.parts = [dict(model.named_modules())]  # in a list, as above
-
-    def forward(self, *flat: Tensor) -> list[Tensor]:
-        self.running.append(True)
-        try:
-            return self._run(list(flat))
-        finally:
-            self.running.clear()
-
-    def _run(self, flat: list[Tensor]) -> list[Tensor]:
-        args, kwargs = self.structure.unflatten(flat)
-        before = Snapshot.of(self.parts[0])
-        try:
-            out = self._call(args, kwargs)
-            before.keep_tensors()
-            found: list[Tensor] = []
-            self.structure.output = scan(out, found, self._drop)
-            loss = loss_of(self.loss[0], out, self.structure.output, found) if self.whole else None
-            self.seen.changed = before.changed()
-            self.seen.after = Snapshot.of(self.parts[0]) if self.seen.changed else None
-        finally:
-            before.restore()
-        self.seen.loss = loss is not None
-        return [*found, loss] if loss is not None else found
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        model = getattr(self, WRAPPED)
-        with no_draws(model), Watch(model):
-            out = model(*args, **kwargs)
-            if self.twice is not None:
-                first = Snapshot.of(self.parts[0])
-                with watched_attributes(model, self.parts[0], self.twice) as self.seen.carried:
-                    out = model(*args, **kwargs)
-                self.seen.moved = first.changed()
-        return out
-
-    def _drop(self, value: Any) -> None:
-        self.seen.dropped.add(type(value).__name__)
-
-
-def loss_of(given: Callable[[Any], Tensor] | None, out: Any, node: Node, found: list[Tensor]) -> Tensor | None:
-    """The loss: ``given(out)``, else the output's ``loss``, else the output where it is one float; None without any.
-
-    ``node`` and ``found``: how the output nests, and its tensors. Raises AutoparError ``loss-not-scalar``.
-    """
-    loss = given(out) if given else out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
-    if loss is None and node.kind == "tensor" and found[0].ndim == 0 and found[0].is_floating_point():
-        return found[0]
-    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
-        return loss.reshape(())
-    if given is None or loss is None:
-        return None
-    what = f"{tuple(loss.shape)} {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
-    raise AutoparError(
-        "loss-not-scalar", f"loss: got {what}, not one float", "let loss(output) return a scalar float tensor"
-    )
 
 
 def export(
@@ -149,11 +63,13 @@ def export(
     train: bool,
     once: bool = True,
     dense: bool = False,
+    start: State | None = None,
 ) -> Exported:
     """The functional graph of the model on ``flat``, and of its loss.
 
     ``once``: layers of one kind are traced once where that is safe, and further ones are nodes with a body.
     ``dense``: loops in which every token goes to every expert are one op, too.
+    ``start``: what earlier calls left in attributes.
     Raises AutoparError ``data-dependent-control-flow``, ``input-mutation``, ``custom-backward``, ``python-state``,
     ``random-op``, ``trace-failed``.
     """
@@ -165,12 +81,12 @@ def export(
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        exported = _export_once(model, structure, flat, loss, candidates) if once else None
+        exported = None
+        if once and not (start and start.stands):
+            with start.installed(model) if start else nullcontext():
+                exported = _export_once(model, structure, flat, loss, candidates, start)
         if exported is None:
-            wrapper = _Flat(model, structure, loss)
-            exported = _export(model, wrapper, flat, params_of(model))
-            if wrapper.seen.changed:
-                notes += _refuse_carried(wrapper, exported, flat)
+            exported = _export_whole(model, structure, flat, loss, start)
     exported.notes += notes
     exported.unseen += candidates.unseen
     if checkpoints:
@@ -178,47 +94,37 @@ def export(
     return exported
 
 
-def _refuse_carried(wrapper: _Flat, exported: Exported, flat: list[Tensor]) -> list[str]:
-    """Notes on attributes that calls only update. Raises AutoparError ``python-state`` for one that is read, too.
+def _export_whole(
+    model: nn.Module,
+    structure: Structure,
+    flat: list[Tensor],
+    loss: Callable[[Any], Tensor] | None,
+    start: State | None,
+) -> Exported:
+    """The graph of the model in which every layer was traced, from ``start``."""
+    params = params_of(model)
 
-    One is let pass: what the first call sets for good, and every later call computes the same from.
-    """
-    model = getattr(wrapper, WRAPPED)
-    probe = _Flat(model, copy(wrapper.structure), None, whole=False, twice=wrapper.seen.changed)
-    try:
-        _export(model, probe, flat, params_of(model))
-    except (AutoparError, Unsafe):
-        if not probe.seen.carried.read:
-            raise
-    read = probe.seen.carried.read
+    def run(wrapper: Flat) -> Exported:
+        return _export(model, wrapper, [*flat, *(wrapper.start.zeros(model) if wrapper.start else [])], params)
 
-    def later(again: _Flat) -> Exported:
-        return _export(model, again, flat, params_of(model))
-
-    if read and (read.keys() & set(probe.seen.moved) or not _same_afterwards(wrapper, exported, later)):
-        (path, name), line = next(iter(read.items()))
-        raise AutoparError(
-            "python-state",
-            f"{f'{path}.{name}' if path else name}: the forward leaves it changed for the next call, which reads it:"
-            f" {line}; a compiled program would see the first value for ever",
-            "keep it as a tensor in a registered buffer, or compute it outside and pass it as an input",
-        )
-    names = sorted(f"{path}.{name}" if path else name for path, name in probe.seen.carried.updated)
-    return [f"{name}: the forward updates it; in the parallel model it stays as it is" for name in names]
+    wrapper = Flat(model, structure, loss, start=start)
+    exported = run(wrapper)
+    if wrapper.seen.changed:
+        exported.left, notes = left_by(wrapper, run)
+        exported.notes += notes
+    if start:
+        inline(start, exported)
+    return exported
 
 
-def _same_afterwards(
-    wrapper: _Flat, exported: Exported, later: Callable[[_Flat], Exported], good: bool = False
-) -> bool:
-    """Whether a trace that starts from what the first call left gives the same graph.
+def _same_afterwards(wrapper: Flat, exported: Exported, later: Callable[[Flat], Exported]) -> bool:
+    """Whether a trace that starts from what the first call left gives the same graph, and changes nothing any more.
 
-    Args:
-        later: makes that trace.
-        good: it must change nothing any more, too.
+    ``later`` makes that trace.
     """
     model, after = getattr(wrapper, WRAPPED), wrapper.seen.after
     assert after is not None
-    before, again = Snapshot.of(wrapper.parts[0]), _Flat(model, copy(wrapper.structure), wrapper.loss[0])
+    before, again = Snapshot.of(wrapper.parts[0]), Flat(model, copy(wrapper.structure), wrapper.loss[0])
     try:
         after.restore(wrapper.seen.changed)
         second = later(again)
@@ -226,8 +132,7 @@ def _same_afterwards(
         return False
     finally:
         before.restore()
-    same = str(second.graph) == str(exported.graph) and second.outputs == exported.outputs
-    return same and not (good and again.seen.changed)
+    return str(second.graph) == str(exported.graph) and second.outputs == exported.outputs and not again.seen.changed
 
 
 def _export_once(
@@ -236,15 +141,19 @@ def _export_once(
     flat: list[Tensor],
     loss: Callable[[Any], Tensor] | None,
     candidates: Candidates,
+    start: State | None,
 ) -> Exported | None:
-    """The graph in which each kind of layer was traced once; None where that is not safe."""
+    """The graph in which each kind of layer was traced once; None where that is not safe.
+
+    ``start``: what earlier calls left, without tensors; the model has it.
+    """
     ways = [False, True]
     candidates.restart = True
     try:
         while ways and repeated(model, everywhere=True):
             restarts = candidates.restarts
             try:
-                return _once(model, structure, flat, loss, ways[-1])
+                return _once(model, structure, flat, loss, ways[-1], start)
             except (Unsafe, AutoparError):
                 if candidates.restarts > restarts:
                     continue
@@ -257,25 +166,32 @@ def _export_once(
 
 
 def _once(
-    model: nn.Module, structure: Structure, flat: list[Tensor], loss: Callable[[Any], Tensor] | None, hide: bool
+    model: nn.Module,
+    structure: Structure,
+    flat: list[Tensor],
+    loss: Callable[[Any], Tensor] | None,
+    hide: bool,
+    start: State | None,
 ) -> Exported | None:
     """The same in one of the two ways to intercept layers. Raises Unsafe, AutoparError."""
-    params, wrapper = params_of(model), _Flat(model, structure, loss)
+    params, wrapper = params_of(model), Flat(model, structure, loss)
 
-    def later(again: _Flat) -> Exported:
+    def later(again: Flat) -> Exported:
         with intercepted(model, hide, again.running):
             return _export(model, again, flat, params)
 
     with intercepted(model, hide, wrapper.running) as calls:
         exported = _export(model, wrapper, flat, params)
-    if wrapper.seen.changed and not _same_afterwards(wrapper, exported, later, good=True):
+    if wrapper.seen.changed and not _same_afterwards(wrapper, exported, later):
         return None
+    left = wrapper.seen.left and wrapper.seen.left.lasting
+    exported.left = left.over(start) if left and start else left
     exported.bodies = bodies_of(model, calls, _body)
     return exported
 
 
 def _body(layer: nn.Module, structure: Structure, flat: list[Tensor]) -> Exported:
-    wrapper = _Flat(layer, structure, None, whole=False)
+    wrapper = Flat(layer, structure, None, whole=False)
     try:
         exported = _export(layer, wrapper, flat, params_of(layer))
     except AutoparError as error:
@@ -285,7 +201,7 @@ def _body(layer: nn.Module, structure: Structure, flat: list[Tensor]) -> Exporte
     return exported
 
 
-def _export(traced: nn.Module, wrapper: "_Flat", flat: list[Tensor], params: Named) -> Exported:
+def _export(traced: nn.Module, wrapper: "Flat", flat: list[Tensor], params: Named) -> Exported:
     wrapper.training = traced.training
     try:
         with quiet():
@@ -300,7 +216,7 @@ def _export(traced: nn.Module, wrapper: "_Flat", flat: list[Tensor], params: Nam
         raise places.explain(error, traced) from error
     dropped = sorted(wrapper.seen.dropped)
     notes = [f"the output's {name} holds no plain value and is None in the parallel model" for name in dropped]
-    return _named(program, params, wrapper.structure, wrapper.seen.loss, notes)
+    return _named(program, params, wrapper, notes)
 
 
 def _say_checkpoints(found: list[str], notes: list[str]) -> None:
@@ -310,7 +226,7 @@ def _say_checkpoints(found: list[str], notes: list[str]) -> None:
     )
 
 
-def _named(program: ExportedProgram, named: Named, structure: Structure, has_loss: bool, notes: list[str]) -> Exported:
+def _named(program: ExportedProgram, named: Named, wrapper: Flat, notes: list[str]) -> Exported:
     """Placeholders by their original names; outputs by what they are."""
     params, first = dict(named[0]), named[1]
     constants: dict[str, Tensor] = {}
@@ -327,7 +243,8 @@ def _named(program: ExportedProgram, named: Named, structure: Structure, has_los
             _constant(node, strip(spec.target), program.constants[spec.target or ""], params, constants)
         else:
             raise AutoparError("trace-failed", f"input {spec}: {spec.kind} cannot be traced", "pass tensors")
-    return Exported(program.graph, params, constants, _outputs(program, first, has_loss), structure, notes)
+    outputs = _outputs(program, first, wrapper.seen)
+    return Exported(program.graph, params, constants, outputs, wrapper.structure, notes)
 
 
 def _constant(node: fx.Node, name: str, value: Any, params: dict[str, Param], constants: dict[str, Tensor]) -> None:
@@ -339,7 +256,7 @@ def _constant(node: fx.Node, name: str, value: Any, params: dict[str, Param], co
     constants[name] = value
 
 
-def _outputs(program: ExportedProgram, first: dict[str, str], has_loss: bool) -> list[tuple[str, str]]:
+def _outputs(program: ExportedProgram, first: dict[str, str], seen: Seen) -> list[tuple[str, str]]:
     out: list[tuple[str, str]] = []
     for spec in program.graph_signature.output_specs:
         if spec.kind is OutputKind.USER_OUTPUT:
@@ -352,9 +269,12 @@ def _outputs(program: ExportedProgram, first: dict[str, str], has_loss: bool) ->
                 f"{spec.target}: the forward writes into one of its inputs, parameters or constants",
                 "clone the tensor before the in-place operation, or register it as a buffer",
             )
-    if has_loss:
-        last = max(i for i, (kind, _) in enumerate(out) if kind == "user")
-        out[last] = ("loss", "")
+    users = [i for i, (kind, _) in enumerate(out) if kind == "user"]
+    own = len(users) - len(seen.kept)
+    for i in users[own:]:
+        out[i] = ("kept", "")
+    if seen.loss:
+        out[users[own - 1]] = ("loss", "")
     return out
 
 

@@ -18,11 +18,15 @@ from autopar.trace import places
 
 Place = tuple[str, str]  # path of a module, name of its attribute
 TENSORS = ("_parameters", "_buffers")
+TAKEN = ("_buffers", True)  # what is assigned without being a write into the tensor that was there
 HOOKS = tuple(n for n in vars(nn.Module()) if "hooks" in n and isinstance(vars(nn.Module())[n], dict))
 INTERNAL = set(nn.Module().__dict__) - {"_modules", "training"} - set(TENSORS)  # hooks and the like
 DEPTH = 4  # how deep containers and objects in attributes are looked into
 MANY = 1000  # containers and objects of one attribute that are looked into
-_ABSENT = object()
+
+
+class ABSENT:
+    """Stands for no attribute; a class, so that copies of it are it."""
 
 
 @dataclass
@@ -52,25 +56,29 @@ class Snapshot:
         return out
 
     def changed(self) -> list[Place]:
-        """Attributes that are not what they were, new and deleted ones and newly registered tensors included."""
+        """Attributes that are not what they were, with new and deleted ones, new tensors, and buffers of new shapes."""
         out = [place for place, held in self.contents.items() if any(not _same(_inside(c), old) for c, old in held)]
         for path, module in self.modules.items():
             now, before = _attributes(module), self.attributes[path]
-            out += [(path, n) for n in {**before, **now} if not _same(now.get(n, _ABSENT), before.get(n, _ABSENT))]
+            out += [(path, n) for n in {**before, **now} if not _same(now.get(n, ABSENT), before.get(n, ABSENT))]
             for kind in TENSORS:
-                out += [(path, n) for n in self.tensors[path, kind].keys() ^ _inside(module.__dict__[kind]).keys()]
+                held, old = _inside(module.__dict__[kind]), self.tensors[path, kind]
+                out += [
+                    (path, n) for n in {**old, **held} if n not in old or n not in held or reshaped(old[n], held[n])
+                ]
         return list(dict.fromkeys(out))
 
     def keep_tensors(self) -> None:
         """Buffers that were assigned: the new value is written into the tensor that was there, which is its update.
 
-        Raises AutoparError ``input-mutation`` where it cannot be, and for parameters.
+        One of another shape or dtype stays assigned, as attributes do. Raises AutoparError ``input-mutation`` for
+        parameters, and for what carries a gradient.
         """
         for (path, kind), before in self.tensors.items():
             held = self.modules[path].__dict__[kind]
             for name in before:
                 new = dict.get(held, name)
-                if new is not None and new is not before[name]:
+                if new is not None and new is not before[name] and (kind, reshaped(before[name], new)) != TAKEN:
                     _write_back(f"{path}.{name}" if path else name, kind, before[name], new)
                     held[name] = before[name]
 
@@ -88,14 +96,21 @@ class Snapshot:
             now, before = _attributes(module), self.attributes[path]
             for name in {**now, **before}:
                 if places is None or (path, name) in places:
-                    _put(module, name, now.get(name, _ABSENT), before.get(name, _ABSENT))
+                    _put(module, name, now.get(name, ABSENT), before.get(name, ABSENT))
 
 
 def _put(module: nn.Module, name: str, now: Any, before: Any) -> None:
-    if before is _ABSENT:
+    if before is ABSENT:
         del module.__dict__[name]
     elif now is not before:
         module.__dict__[name] = before
+
+
+def reshaped(old: Any, new: Any) -> bool:
+    """Whether a registered tensor has another shape or dtype than before, or there was none."""
+    if not isinstance(old, Tensor) or not isinstance(new, Tensor):
+        return old is not new
+    return old.shape != new.shape or old.dtype != new.dtype
 
 
 def _write_back(where: str, kind: str, old: Any, new: Any) -> None:
@@ -103,8 +118,6 @@ def _write_back(where: str, kind: str, old: Any, new: Any) -> None:
     what = fix = ""
     if kind == "_parameters":
         what, fix = "a parameter", "use a plain tensor of another name, or change the parameter between steps"
-    elif not isinstance(old, Tensor) or old.shape != new.shape or old.dtype != new.dtype:
-        what, fix = "a buffer of another shape or dtype", "register it with the shape and dtype that it gets"
     elif new.requires_grad:
         what, fix = "a buffer that carries a gradient into the next step", "assign value.detach()"
     if what:

@@ -12,6 +12,7 @@ from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Form, Input, Output, Program, Spec
 from autopar.trace.blueprint import blueprint, mode_of
+from autopar.trace.carried import State
 from autopar.trace.export import Exported, export
 from autopar.trace.fold import fold
 from autopar.trace.gradients import mark_differentiable
@@ -31,6 +32,7 @@ class Traced:
     structure: Structure
     constants: dict[str, Tensor]
     notes: tuple[str, ...] = ()
+    left: State | None = None  # what a call leaves in attributes for later ones; None where it changes nothing
 
 
 def trace(
@@ -44,6 +46,7 @@ def trace(
     batch_dims: BatchDims | None = None,
     train: bool = True,
     once: bool = True,
+    start: State | None = None,
 ) -> Traced:
     """The Program (Form TRACED) of ``model`` on the global batch. The model is left as it was.
 
@@ -54,6 +57,7 @@ def trace(
         batch_dims: batch dim of each input by dotted name or in order; dim 0 of those as long as the first where None.
         train: whether the graph is that of train mode.
         once: trace layers of one kind once where that is safe; the program is the same.
+        start: what earlier calls left in attributes.
 
     Raises AutoparError ``input-structure``, ``batch-dims``, ``data-dependent-control-flow``, ``input-mutation``,
     ``custom-backward``, ``random-op``, ``loss-not-scalar``, ``trace-failed``, ``unsupported-op``.
@@ -65,7 +69,7 @@ def trace(
     device = next((t.device for t in [*model.parameters(), *model.buffers(), *tensors]), torch.device("cpu"))
     with mode_of(model) or nullcontext():
         flat = [torch.zeros(i.spec.shape, dtype=i.spec.dtype, device=device) for i in inputs]
-    exported = export(model, structure, flat, loss, train, once, dense=mesh.size("ep") > 1)
+    exported = export(model, structure, flat, loss, train, once, mesh.size("ep") > 1, start)
     return finish(exported, mesh, inputs, rows)
 
 
@@ -74,7 +78,7 @@ def finish(exported: Exported, mesh: Mesh, inputs: tuple[Input, ...], rows: tupl
     try:
         graph = normalize(exported)
     except AutoparError as error:
-        raise also(error, exported.unseen) from error
+        raise also(error, exported.unseen) from error.__cause__
     params = dict(exported.params)
     for node in graph.find_nodes(op="placeholder"):
         if "input" in node.meta:
@@ -89,7 +93,7 @@ def finish(exported: Exported, mesh: Mesh, inputs: tuple[Input, ...], rows: tupl
     notes = (*exported.notes, *(f"{why}; every rank of ep computes all of it for its own rows" for why in unseen))
     program = fold(Program(mesh, graph, {}, params, inputs, outputs, rows, Form.TRACED, notes))
     constants = {n: v for n, v in exported.constants.items() if n in kept}
-    return Traced(program, exported.structure, constants, notes)
+    return Traced(program, exported.structure, constants, notes, exported.left)
 
 
 def global_inputs(

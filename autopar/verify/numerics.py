@@ -29,7 +29,7 @@ from autopar.solve.batch import settle_outputs
 from autopar.strategy import Strategy
 from autopar.trace import Structure, Traced, trace
 from autopar.trace.blueprint import copied
-from autopar.trace.export import loss_of
+from autopar.trace.flat import loss_of
 from autopar.trace.structure import scan
 from autopar.trace.tracing import batch_dims_of
 from autopar.verify.order import check_order

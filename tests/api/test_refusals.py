@@ -173,6 +173,16 @@ def test_an_error_of_one_rank_is_an_error_of_all(ranks: Ranks) -> None:
     assert all(a.error is not None for a in answers)
 
 
+def op_that_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.InstanceNorm1d(6, track_running_stats=True))
+    autopar.parallelize(model, "dp=2", args=(features(*X),), loss=squares)
+
+
+def test_an_op_that_is_refused_is_said_on_every_rank(ranks: Ranks) -> None:
+    for error in ranks.refused(2, "unsupported-op", op_that_is_refused):
+        assert "running statistics" in error.message
+
+
 def heads(count: int) -> None:
     autopar.parallelize(seeded(Attention, count), "tp=4", args=(features(2, 5, 8 * count),), loss=squares)
 

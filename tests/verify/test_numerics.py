@@ -139,6 +139,26 @@ def test_ranks_without_rows() -> None:
     assert autopar.verify(seeded(Lm), "dp=4", kwargs=batch(3)).ok
 
 
+class Interleaved(nn.Module):
+    """Features that are written every second, as rotary positions and sines beside cosines are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        out = torch.empty_like(h)
+        out[..., ::2], out[..., 1::2] = h[..., ::2].sin(), h[..., 1::2].cos()
+        out[:, ::3] *= 2
+        return self.down(out)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+def test_what_is_written_by_steps_stays_shared_out(mesh: str) -> None:
+    assert autopar.verify(seeded(Interleaved), mesh, args=(features(4, 6, WIDTH),), loss=squares, strategy="strict").ok
+
+
 def cases() -> tuple[nn.Module, dict[str, Tensor]]:
     """For the command line."""
     return seeded(Lm), batch(4)

@@ -1,0 +1,93 @@
+"""Whether what a call leaves in plain attributes is for good: then every later call computes the same."""
+
+from collections.abc import Callable
+from copy import copy
+from typing import TYPE_CHECKING
+
+from autopar.errors import AutoparError
+from autopar.trace.carried import State, alike, inline
+from autopar.trace.flat import WRAPPED, Flat
+from autopar.trace.once import Unsafe
+from autopar.trace.state import Place, reshaped
+
+if TYPE_CHECKING:
+    from autopar.trace.export import Exported
+
+Run = Callable[[Flat], "Exported"]
+
+
+def left_by(wrapper: Flat, run: Run) -> tuple[State | None, list[str]]:
+    """What a call leaves for later ones, and notes on attributes that calls only update.
+
+    Args:
+        wrapper: that call, traced; it changed attributes.
+        run: traces another one.
+
+    Let pass is what the call sets for good, from which every later call computes the same: tables that are made once,
+    largest sizes, flags. Raises AutoparError ``python-state`` for any other attribute that later calls read, and
+    ``input-mutation`` for a buffer of another shape that they do not read.
+    """
+    model = getattr(wrapper, WRAPPED)
+    twice = wrapper.seen.changed
+    probe = Flat(model, copy(wrapper.structure), None, whole=False, twice=twice, start=wrapper.start)
+    try:
+        run(probe)
+    except (AutoparError, Unsafe):
+        if not probe.seen.carried.read:
+            raise
+    read, state = probe.seen.carried.read, None
+    if read:
+        again = read.keys() & set(probe.seen.moved)
+        state = None if again else _settled(wrapper, run, list(read))
+        if state is None:
+            (path, name), line = next(iter(read.items()))
+            where = f"{path}.{name}" if path else name
+            raise AutoparError(
+                "python-state",
+                f"{where}: the forward leaves it changed for the next call, which reads it:"
+                f" {line}; a compiled program would see the first value for ever",
+                "keep it as a tensor in a registered buffer, or compute it outside and pass it as an input",
+            )
+    _check_buffers(wrapper, state)
+    names = sorted(f"{path}.{name}" if path else name for path, name in probe.seen.carried.updated)
+    return state and state.lasting, [
+        f"{name}: the forward updates it; in the parallel model it stays as it is" for name in names
+    ]
+
+
+def _check_buffers(wrapper: Flat, state: State | None) -> None:
+    after = wrapper.seen.after
+    assert after is not None
+    for path, name in wrapper.seen.changed:
+        new, old = (after.tensors[path, "_buffers"].get(name), wrapper.parts[0][path]._buffers.get(name))
+        if new is not None and reshaped(old, new) and (state is None or (path, name) not in state.values):
+            raise AutoparError(
+                "input-mutation",
+                f"{path}.{name}: the forward assigns a buffer of another shape or dtype".lstrip("."),
+                "register it with the shape and dtype that it gets",
+            )
+
+
+def _settled(wrapper: Flat, run: Run, read: list[Place]) -> State | None:
+    """What a call leaves at the attributes ``read``; None where a call that begins with it is another one."""
+    model, loss = getattr(wrapper, WRAPPED), wrapper.loss[0]
+    kept = list(dict.fromkeys([*(wrapper.start.values if wrapper.start else ()), *read]))
+    first = Flat(model, copy(wrapper.structure), loss, start=wrapper.start, keep=kept)
+    one = run(first)
+    state = first.seen.left
+    if state is None:
+        return None
+    second = Flat(model, copy(wrapper.structure), loss, start=state)
+    try:
+        two = run(second)
+    except (AutoparError, Unsafe):
+        return None
+    number = len(state.stands)
+    own = [kind for kind in one.outputs if kind != ("kept", "")]
+    inputs = sum("input" in n.meta for n in two.graph.find_nodes(op="placeholder")) - number
+    same = own == two.outputs and alike((one.graph, one.constants), (two.graph, two.constants), inputs, number)
+    if not same or set(second.seen.changed) & set(kept):
+        return None
+    if wrapper.start:
+        inline(wrapper.start, one)
+    return state if state.define(one) else None
