@@ -28,7 +28,8 @@ class UnitTimes:
         messages: exposed seconds by (axis, part of the step). flops: of matmuls and attention, (forward, backward).
         activations: bytes by policy of recomputation. hidden: bytes passed on.
         heads: bytes of (queries, keys and values). parameters: elements by data axes.
-        attention: seconds of it, (forward, backward). rows: elements of the widest matmul's result.
+        attention: seconds of it, (forward, backward). rows: elements of the widest matmul's result, and of its input.
+        matrices: elements of the products' right factors, of an expert's as of one.
         dispatches: bytes of rows on their way to experts, by the axis that they travel along.
         once: as ``messages``, of what inputs alone make: sent once in a step, whatever its microbatches.
     """
@@ -43,7 +44,8 @@ class UnitTimes:
     heads: tuple[Array, Array]
     parameters: dict[str, Array]
     attention: tuple[Array, Array]
-    rows: Array
+    rows: tuple[Array, Array]
+    matrices: Array
     dispatches: dict[str, Array]
     once: dict[tuple[str, str], Array]
 
@@ -135,7 +137,8 @@ class UnitForms:
         count = len(self.unit.kernels)
         work = self._kernels(points).reshape(count, 7, -1) if count else np.zeros((0, 7, 1))
         zero = np.zeros(np.broadcast_shapes(*(np.shape(p) for p in points.values())))
-        forward, backward, again, widest = zero.copy(), zero.copy(), zero.copy(), zero.copy()
+        forward, backward, again = zero.copy(), zero.copy(), zero.copy()
+        widest, matrices = (zero.copy(), zero.copy()), zero.copy()
         flops, attention = [zero.copy(), zero.copy()], [zero.copy(), zero.copy()]
         for (times, kernel), row in zip(self.unit.kernels, work):
             seconds = kernel_seconds(kernel, row, hardware, points["cp"])
@@ -144,7 +147,9 @@ class UnitForms:
             again += times * seconds[0] * (kernel.kind == "memory")
             for way in (0, 1):
                 attention[way] += times * seconds[way] * (kernel.kind == "attention")
-            widest = np.maximum(widest, row[4] * row[5]) if kernel.kind == "matmul" else widest
+            if kernel.kind == "matmul":
+                widest = np.maximum(widest[0], row[4] * row[5]), np.maximum(widest[1], row[4] * row[6])
+                matrices += times * row[5] * row[6]
             turns = points["cp"] if kernel.kind == "attention" else 1
             flops[0] += times * row[0] * turns
             flops[1] += times * row[1] * turns
@@ -155,7 +160,7 @@ class UnitForms:
         return UnitTimes(
             forward, backward, again, sent[False], (flops[0], flops[1]),
             dict(zip(POLICIES, kept[:3])), kept[3], (kept[4], kept[5]), elements, (attention[0], attention[1]), widest,
-            rows, sent[True],
+            matrices, rows, sent[True],
         )  # fmt: skip
 
     def _sent(self, points: Points, links: Links) -> tuple[dict[tuple[str, str], Array], dict[tuple[str, str], Array]]:

@@ -28,7 +28,11 @@ class Regime:
         host: seconds of host work for each kernel; a rank takes the longer of host and device.
         update: bytes moved for each parameter that a rank updates.
         workspace: bytes an element of the last unit's widest result (logits) at its peak, beyond what is kept.
-        copies: bytes an element of the largest block's parameters, in flight.
+        head: bytes an element of the last unit's parameters, whose gradient waits to be added.
+        inputs: bytes an element of the gradients in a product's backward.
+        copies: bytes an element of the largest block's matrices, in flight.
+        ring: queries that attention keeps once more on several context ranks, as a multiple of their bytes.
+        released: whether a stage lets go of a result that it has sent (arXiv:2205.05198, appendix B).
         reserve: bytes outside the allocator's count or in its fragments.
     """
 
@@ -44,7 +48,11 @@ class Regime:
     host: float = 0.0
     update: float = 30.0
     workspace: float = 0.0
+    head: float = 0.0
+    inputs: float = 0.0
+    ring: float = 0.0
     copies: float = 0.0
+    released: bool = False
     reserve: float = 0.0
 
 
@@ -55,10 +63,18 @@ def ours(width: int, precision: str) -> Regime:
 
 
 MEGATRON = Regime(
-    widths=Widths(2, 4, 12), fused=True, regather=True, engine=False, overlap=0.0, even=True, workspace=2.5, copies=3.4
-)
-"""Megatron-LM with Transformer Engine: bf16 weights, fp32 gradients and optimizer, fused kernels; the two sizes of what
-is alive for a moment are fitted to the B200 rows of SimuMax (benchmarks/data)."""
+    widths=Widths(2, 4, 12), fused=True, regather=True, engine=False, overlap=0.0, even=True,
+    head=2.0, inputs=2.0, copies=2.0, ring=1.0, released=True,
+    reserve=96 * 2.0**20,
+)  # fmt: skip
+"""Megatron-LM with Transformer Engine: bf16 weights, fp32 gradients and optimizer, fused kernels.
+
+What is alive for a moment is what their sources allocate. Logits' gradients take their place (TE ``cross_entropy.py``).
+A weight's gradient is added to the fp32 one by the product itself, yet one bf16 tensor of each weight's shape is handed
+to autograd: TE keeps them (``module/base.py``, ``get_dummy_wgrad``), the head's is made and freed. The backward of a
+column-parallel product has its input gathered again, the input's whole gradient, and its shard (Megatron-LM
+``tensor_parallel/layers.py``). cuBLAS has 32 MiB for torch and for TE each (``get_cublas_workspace_size_bytes``); the
+last 32 MiB and the ring's second tensor of queries' size are what B200 rows of SimuMax show (benchmarks/data)."""
 
 NANOTRON = Regime(
     widths=Widths(2, 4, 12), fused=False, regather=True, engine=False, overlap=0.0, hidden=0.53, host=32e-6,

@@ -167,12 +167,28 @@ class Group(Work):
 
     def _held(self) -> dict[str, Array]:
         """Bytes of each rank by kind."""
-        last = self.spread(self.times[-1].rows)
-        work = np.where(self.ranked(self.counts[:, -1]) > 0, self.regime.workspace * last, 0.0)
-        work = work + self.regime.copies * self.most([t.weight for t in self.times[1:-1]])
+        work = self.regime.copies * self.most([t.matrices for t in self.times[1:-1]])
         held = {**self.states(), "gathered": self._gathered()}
-        work = work + self.dispatches() + self.regime.reserve
+        work = work + self._moment() + self.dispatches() + self.regime.reserve
         return {**held, "activations": self._activations(), "workspace": work}
+
+    def _moment(self) -> Array:
+        """What a backward needs besides, at the fuller of two moments: in the last unit, or in a block.
+
+        In the last unit: gradients of its widest product's result, input and factor; where rows were gathered, they and
+        their gradient are there whole. In a block nothing of the last unit is left, and what recomputation made is.
+        """
+        r, (result, taken) = self.regime, self.times[-1].rows
+        here = self.ranked(self.counts[:, -1]) > 0
+        whole = 1 + (self.c.sizes["tp"] > 1) * self.forms.family.sequence * (1 + 1 / self.c.sizes["tp"])
+        ends = self.spread(r.workspace * result + r.head * self.times[-1].weight)
+        ends = ends + r.inputs * self.spread(taken) * whole
+        blocks = self.times[1:-1]
+        wide, narrow = self.most([t.rows[0] for t in blocks]), self.most([t.rows[1] for t in blocks])
+        inside = np.where(self.c.recompute > 0, self.most([t.activations["none"] for t in blocks]), 0.0)
+        inside = inside + 2 * r.inputs * wide + r.inputs * narrow * whole
+        left = self.spread(self.times[-1].activations["none"])
+        return np.where(here, np.maximum(ends, inside - left), inside)
 
     def _gathered(self) -> Array:
         """Copies that a rank computes from: of all its units, at stage 3 of two of them."""
@@ -183,11 +199,15 @@ class Group(Work):
         return out
 
     def _activations(self) -> Array:
-        """Kept by the microbatches in flight, and one block's inside while it is computed again."""
+        """Kept by the microbatches in flight.
+
+        A stage's result is counted for its input, as equal; the first one has that of its first unit, too.
+        """
         policies = [self.on(lambda t, p=p: t.activations[p]) for p in POLICIES]
-        each = np.choose(self.c.recompute.astype(int)[None], policies) * self._in_flight()
-        inside = self.most([t.activations["none"] for t in self.times[1:-1]])
-        return each + np.where(self.c.recompute > 0, inside, 0.0)
+        rings = self.regime.ring * self.on(lambda t: t.heads[0]) * (self.c.sizes["cp"] > 1) * (self.c.recompute < 2)
+        sends = (self.counts[:, 0] > 0) & (self.counts[:, -1] == 0) & self.regime.released
+        sent = self.ranked(sends) * self.most([t.hidden for t in self.times[1:-1]])
+        return (np.choose(self.c.recompute.astype(int)[None], policies) + rings - sent) * self._in_flight()
 
     def _in_flight(self) -> Array:
         """Microbatches whose activations a rank holds at its fullest (arXiv:2205.05198, appendix B and C)."""
