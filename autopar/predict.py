@@ -44,8 +44,9 @@ def model_of(row: Row) -> nn.Module:
 def machine_of(row: Row) -> Hardware:
     """The profile of a row's ``gpu``, with the memory that its name says. Raises AutoparError ``unknown-hardware``."""
     said = re.split(r"[^a-z0-9]+", row.get("gpu", "").lower())
-    models = {n.split("-")[0]: n for n in sorted(names(), key=len)}  # a100: a100-80g
-    found = next((models[word] for word in said if word in models), None)
+    alike = [n for n in names() if n.split("-")[0] in said]  # a100: a100-80g
+    whole = [n for n in alike if all(part in said for part in n.split("-"))]
+    found = max(whole, key=len, default=min(alike, key=len, default=None))
     if found is None or "pcie" in said:
         fix = f"one of {', '.join(names())}"
         raise AutoparError("unknown-hardware", f"no profile for gpu {row.get('gpu')!r}", fix)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost.balance import even_starts
+from autopar.cost.balance import even_starts, filled_starts
 from autopar.cost.closed import Family, Kernel, Unit
 from autopar.cost.hardware import Hardware
 from autopar.cost.links import Links
@@ -16,6 +16,7 @@ from autopar.cost.price import BACKWARD, FORWARD
 from autopar.cost.schedule import placement
 
 Points = Mapping[str, Array]
+_ALONE: dict[str, Any] = {"b": 1.0, "s": 4096.0, "tp": 1.0, "cp": 1.0, "ep": 1.0, "dp": 1.0}
 POLICIES = ("none", "selective", "full")
 
 
@@ -78,16 +79,19 @@ class Forms:
         """Of each unit, in order."""
         return tuple(UnitForms(u) for u in self.family.units)
 
-    def stages(self, ranks: int, per_rank: int, v: bool = False, even: bool = False) -> Array:
+    def stages(self, ranks: int, per_rank: int, v: bool = False, cuts: str = "best") -> Array:
         """[ranks, units]: how many calls of each unit a rank of a pipeline holds.
 
         Args:
-            v: whether stages are placed back and forth. even: equally many blocks on each stage, instead of equal work.
+            v: whether stages are placed back and forth. cuts: "best", for equal work; "even", equally many blocks;
+                "filled", as ``balance.filled_starts``, by the elements of the units' matrices.
         """
         chain, stages = (0, *self.family.order, len(self.units) - 1), ranks * per_rank
         blocks = len(self.family.order)
-        if even or stages == 1 or len(chain) <= stages:
-            starts: Sequence[int] = [round(i * blocks / stages) + (i > 0) for i in range(stages)]
+        if cuts == "filled":
+            starts: Sequence[int] = filled_starts([self._matrices[u] for u in chain], stages)
+        elif cuts == "even" or stages == 1 or len(chain) <= stages:
+            starts = [round(i * blocks / stages) + (i > 0) for i in range(stages)]
         else:
             starts = even_starts(tuple(self._work[u] for u in chain), stages)
         out = np.zeros((ranks, len(self.units)))
@@ -99,12 +103,21 @@ class Forms:
     @cached_property
     def _work(self) -> tuple[float, ...]:
         """Flops of one call of each unit at a point of usual sizes."""
-        point: dict[str, Any] = {"b": 1.0, "s": 4096.0, "tp": 1.0, "cp": 1.0, "ep": 1.0, "dp": 1.0}
         found = []
         for unit in self.family.units:
             heavy = [(count, k.flops) for count, k in unit.kernels if k.kind != "memory"]
-            flops = Polynomials.of([way for _, ways in heavy for way in ways])(point)
+            flops = Polynomials.of([way for _, ways in heavy for way in ways])(_ALONE)
             found.append(float(flops.reshape(-1, 2).sum(axis=1) @ np.array([count for count, _ in heavy])))
+        return tuple(found)
+
+    @cached_property
+    def _matrices(self) -> tuple[float, ...]:
+        """Elements of the products' right factors of one call of each unit, whole; none before the blocks."""
+        found = [0.0]
+        for unit in self.family.units[1:]:
+            sides = [(count, k.dims) for count, k in unit.kernels if k.kind == "matmul" and k.dims]
+            sizes = Polynomials.of([side for _, dims in sides for side in dims[1:]])(_ALONE).reshape(-1, 2)
+            found.append(float(np.prod(sizes, axis=1) @ np.array([count for count, _ in sides])))
         return tuple(found)
 
 

@@ -1,5 +1,6 @@
 """How a training system holds its states and runs its kernels: ours, and those whose measurements were published."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -23,9 +24,12 @@ class Regime:
             of arXiv:1910.02054, table 1, with the gathered copy counted as the parameter.
         compute_width: bytes an element of what is gathered. reduce_width: of gradients on the wire.
         overlap: share of compute behind which the data axes' traffic may hide. hidden: share of the tensor axis's
-            traffic that hides behind the matmul beside it.
-        even: every stage has equally many blocks, whatever stands before and behind them.
+            traffic that hides behind the matmul beside it, and no more than a rank computes.
+        cuts: how stages are cut (``Forms.stages``).
         host: seconds of host work for each kernel; a rank takes the longer of host and device.
+        wait: seconds that a collective of the tensor axis keeps the host for each of its ranks, where stages lie on
+            several nodes.
+        bucket: bytes of gradients or parameters in one collective of the data axes.
         update: bytes moved for each parameter that a rank updates.
         workspace: bytes an element of the last unit's widest result (logits) at its peak, beyond what is kept.
         head: bytes an element of the last unit's parameters, whose gradient waits to be added.
@@ -44,8 +48,10 @@ class Regime:
     reduce_width: int = 4
     overlap: float = 1.0
     hidden: float = 0.0
-    even: bool = False
+    cuts: str = "best"
     host: float = 0.0
+    wait: float = 0.0
+    bucket: float = math.inf
     update: float = 30.0
     workspace: float = 0.0
     head: float = 0.0
@@ -63,7 +69,7 @@ def ours(width: int, precision: str) -> Regime:
 
 
 MEGATRON = Regime(
-    widths=Widths(2, 4, 12), fused=True, regather=True, engine=False, overlap=0.0, even=True,
+    widths=Widths(2, 4, 12), fused=True, regather=True, engine=False, overlap=0.0, cuts="even",
     head=2.0, inputs=2.0, copies=2.0, ring=1.0, released=True,
     reserve=96 * 2.0**20,
 )  # fmt: skip
@@ -77,8 +83,8 @@ column-parallel product has its input gathered again, the input's whole gradient
 last 32 MiB and the ring's second tensor of queries' size are what B200 rows of SimuMax show (benchmarks/data)."""
 
 NANOTRON = Regime(
-    widths=Widths(2, 4, 12), fused=False, regather=True, engine=False, overlap=0.0, hidden=0.53, host=32e-6,
-    workspace=12.0, copies=2.5, reserve=2.0**30,
+    widths=Widths(2, 4, 12), fused=False, regather=True, engine=False, overlap=0.0, hidden=0.51, cuts="filled",
+    host=34e-6, wait=0.17e-3, bucket=2.0**27, workspace=12.0, copies=2.5, reserve=2.0**30,
 )  # fmt: skip
 """nanotron: eager kernels, asynchronous gathers over tp; fitted to the playbook's rows (benchmarks/data)."""
 

@@ -83,7 +83,7 @@ class Group(Work):
     ) -> None:  # fmt: skip
         self.pp, self.virtual = int(candidates.sizes["pp"].flat[0]), int(candidates.virtual.flat[0])
         v = int(candidates.schedule.flat[0]) == SCHEDULES.index("zbv")
-        every = forms.stages(self.pp, self.virtual, v, regime.even)
+        every = forms.stages(self.pp, self.virtual, v, regime.cuts)
         counts, self.first, self.ranks = np.unique(every, axis=0, return_index=True, return_counts=True)
         times = times or times_of(forms, hardware, candidates)
         super().__init__(forms, hardware, candidates, regime, times, counts)
