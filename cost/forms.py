@@ -32,6 +32,7 @@ class UnitTimes:
         attention: seconds of it, (forward, backward). rows: elements of the widest matmul's result, and of its input.
         matrices: elements of the products' right factors, of an expert's as of one.
         dispatches: bytes of rows on their way to experts, by the axis that they travel along.
+        gathered: bytes of what is gathered again in the backward.
         once: as ``messages``, of what inputs alone make: sent once in a step, whatever its microbatches.
     """
 
@@ -48,6 +49,7 @@ class UnitTimes:
     rows: tuple[Array, Array]
     matrices: Array
     dispatches: dict[str, Array]
+    gathered: Array
     once: dict[tuple[str, str], Array]
 
     def at(self, where: slice) -> "UnitTimes":
@@ -173,8 +175,13 @@ class UnitForms:
         return UnitTimes(
             forward, backward, again, sent[False], (flops[0], flops[1]),
             dict(zip(POLICIES, kept[:3])), kept[3], (kept[4], kept[5]), elements, (attention[0], attention[1]), widest,
-            matrices, rows, sent[True],
+            matrices, rows, self._again(points), sent[True],
         )  # fmt: skip
+
+    def _again(self, points: Points) -> Array:
+        """Bytes of values that are gathered a second time."""
+        again = np.array([m.calls * m.again for m in self.unit.messages])
+        return again @ self._messages(points) if again.any() else np.zeros(1)
 
     def _sent(self, points: Points, links: Links) -> tuple[dict[tuple[str, str], Array], dict[tuple[str, str], Array]]:
         """Seconds of what each microbatch sends, and of what is sent once in a step."""

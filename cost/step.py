@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from autopar.cost.candidates import SCHEDULES, Candidates
-from autopar.cost.forms import POLICIES, Forms, UnitTimes
+from autopar.cost.forms import BACKWARD, FORWARD, POLICIES, Forms, UnitTimes
 from autopar.cost.hardware import Hardware
 from autopar.cost.polynomials import Array
 from autopar.cost.regime import Regime
@@ -207,7 +207,17 @@ class Group(Work):
         rings = self.regime.ring * self.on(lambda t: t.heads[0]) * (self.c.sizes["cp"] > 1) * (self.c.recompute < 2)
         sends = (self.counts[:, 0] > 0) & (self.counts[:, -1] == 0) & self.regime.released
         sent = self.ranked(sends) * self.most([t.hidden for t in self.times[1:-1]])
-        return (np.choose(self.c.recompute.astype(int)[None], policies) + rings - sent) * self._in_flight()
+        each = np.choose(self.c.recompute.astype(int)[None], policies) + rings - sent + self._late()
+        return each * self._in_flight()
+
+    def _late(self) -> Array:
+        """What was gathered and is not let go of: where the host runs ahead, memory of other streams waits for those."""
+        if not self.regime.recorded:
+            return np.zeros(1)
+        ahead, device = reduce(np.add, self._ahead()), reduce(np.add, self._device())
+        device = device + self.on(lambda t: t.messages.get(("tp", FORWARD), 0.0) + t.messages.get(("tp", BACKWARD), 0.0))
+        gathered = self.on(lambda t: t.gathered) * (1 - 1 / self.c.sizes["tp"])
+        return self.regime.recorded * gathered * (ahead < device) * (self.c.recompute < 2)
 
     def _in_flight(self) -> Array:
         """Microbatches whose activations a rank holds at its fullest (arXiv:2205.05198, appendix B and C)."""

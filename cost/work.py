@@ -134,7 +134,7 @@ class Work:
         return out
 
     def _beside(self, forward: Array, backward: Array) -> Ways:
-        """What of the tensor axis's messages hides neither behind products nor, inside a node, in waits for the host."""
+        """What of the tensor axis's messages hides neither behind products nor, in a node, in waits for the host."""
         if not self.regime.hidden:
             return forward, backward
         near, out = self.links.nodes("tp") == 1, []
