@@ -18,7 +18,7 @@ from autopar.cost.candidates import SCHEDULES, Candidates
 from autopar.cost.closed import Family
 from autopar.cost.forms import POLICIES, Forms
 from autopar.cost.hardware import Hardware, load, names
-from autopar.cost.regime import FSDP, MEGATRON, NANOTRON, Regime, Widths
+from autopar.cost.regime import COMPOSER, FSDP, MEGATRON, NANOTRON, Regime, Widths
 from autopar.cost.step import Steps, steps
 from autopar.errors import AutoparError
 from autopar.families import families
@@ -29,6 +29,8 @@ COLUMNS = (
     "pred_iter_time_s", "pred_tokens_per_s_per_gpu", "pred_model_tflops_per_gpu", "pred_mfu_pct",
     "pred_hw_tflops_per_gpu", "pred_peak_mem_gb", "pred_bubble_rate", "pred_error",
 )  # fmt: skip
+BANDWIDTHS = {("a100-80g", 40): 1.555e12, ("h100", 96): 2.4e12}
+"""Bytes per second of a profile's variant with so many GB: NVIDIA A100 datasheet; H100 with HBM2e, as torchtitan's."""
 
 
 def model_of(row: Row) -> nn.Module:
@@ -53,7 +55,9 @@ def machine_of(row: Row) -> Hardware:
     known = load(found)
     sizes = [float(word.rstrip("gib")) * 1e9 for word in said if re.fullmatch(r"\d+gi?b", word)]
     other = next((n for n in sizes if abs(n - known.memory_bytes) > 0.15 * known.memory_bytes), known.memory_bytes)
-    return replace(known, memory_bytes=other, node=int(number(row, "gpus_per_node", known.node)))
+    rate = BANDWIDTHS.get((found, round(other / 1e9)), known.memory_bandwidth)
+    node = int(number(row, "gpus_per_node", known.node))
+    return replace(known, memory_bytes=other, memory_bandwidth=rate, node=node)
 
 
 def regime_of(row: Row) -> Regime:
@@ -62,9 +66,17 @@ def regime_of(row: Row) -> Regime:
     if "nanotron" in framework:
         return NANOTRON
     if "fsdp" in framework or "torchtitan" in framework:
+        known = COMPOSER if "composer" in framework else FSDP
         pure = "pure" in precision
-        return replace(FSDP, widths=Widths(2, 2, 4), reduce_width=2, update=14.0) if pure else FSDP
+        return replace(known, widths=Widths(2, 2, 4), reduce_width=2, update=14.0) if pure else known
     return MEGATRON
+
+
+def as_run(machine: Hardware, regime: Regime) -> Hardware:
+    """A profile at what a framework's kernels make of it."""
+    forward, backward = (share * regime.attention for share in machine.attention_efficiency)
+    efficiency = machine.memory_efficiency / regime.moved
+    return replace(machine, attention_efficiency=(forward, backward), memory_efficiency=efficiency)
 
 
 @dataclass
@@ -92,7 +104,8 @@ class Predictor:
         """
         if "fp8" in row.get("precision", "").lower():
             raise AutoparError("unpriced-precision", "matmuls in fp8 have no profile", "predict bf16 or fp16 runs")
-        regime, machine = regime_of(row), machine_of(row)
+        regime = regime_of(row)
+        machine = as_run(machine_of(row), regime)
         sequence = number(row, "tp", 1) > 1 and number(row, "sp", 1) == 1
         forms = self.forms(row, regime, sequence)
         table = _candidates(row, regime, forms)

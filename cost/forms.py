@@ -26,6 +26,7 @@ class UnitTimes:
 
     Args:
         forward, backward: seconds of compute. again: forward seconds of what selective recomputation repeats.
+        tail: forward seconds of its last product.
         messages: exposed seconds by (axis, part of the step). flops: of matmuls and attention, (forward, backward).
         activations: bytes by policy of recomputation. hidden: bytes passed on.
         heads: bytes of (queries, keys and values). parameters: elements by data axes.
@@ -39,6 +40,7 @@ class UnitTimes:
     forward: Array
     backward: Array
     again: Array
+    tail: Array
     messages: dict[tuple[str, str], Array]
     flops: tuple[Array, Array]
     activations: dict[str, Array]
@@ -153,7 +155,7 @@ class UnitForms:
         work = self._kernels(points).reshape(count, 7, -1) if count else np.zeros((0, 7, 1))
         zero = np.zeros(np.broadcast_shapes(*(np.shape(p) for p in points.values())))
         forward, backward, again = zero.copy(), zero.copy(), zero.copy()
-        widest, matrices = (zero.copy(), zero.copy()), zero.copy()
+        widest, matrices, tail = (zero.copy(), zero.copy()), zero.copy(), zero
         flops, attention = [zero.copy(), zero.copy()], [zero.copy(), zero.copy()]
         for (times, kernel), row in zip(self.unit.kernels, work):
             seconds = kernel_seconds(kernel, row, hardware, points["cp"])
@@ -165,6 +167,7 @@ class UnitForms:
             if kernel.kind == "matmul":
                 widest = np.maximum(widest[0], row[4] * row[5]), np.maximum(widest[1], row[4] * row[6])
                 matrices += times * row[5] * row[6]
+                tail = seconds[0]
             turns = points["cp"] if kernel.kind == "attention" else 1
             flops[0] += times * row[0] * turns
             flops[1] += times * row[1] * turns
@@ -173,7 +176,7 @@ class UnitForms:
         kept, elements = held[:6], dict(zip(self.unit.parameters, held[6:]))
         rows = dict(zip(self.unit.dispatches, held[6 + len(elements) :]))
         return UnitTimes(
-            forward, backward, again, sent[False], (flops[0], flops[1]),
+            forward, backward, again, tail, sent[False], (flops[0], flops[1]),
             dict(zip(POLICIES, kept[:3])), kept[3], (kept[4], kept[5]), elements, (attention[0], attention[1]), widest,
             matrices, rows, self._again(points), sent[True],
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """How a training system holds its states and runs its kernels: ours, and those whose measurements were published."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,10 @@ class Regime:
         inputs: bytes an element of the gradients in a product's backward.
         copies: bytes an element of the largest block's matrices, in flight.
         ring: queries that attention keeps once more on several context ranks, as a multiple of their bytes.
+        retries: seconds that the allocator takes in each microbatch to find memory where there is less than it wants.
+        early: whether recomputation of a block stops before its last product, whose result nothing needs.
+        attention: share of the profile's efficiency that its attention kernels reach. moved: bytes that its other
+            kernels move, as a multiple of those that the model's program tells of.
         recorded: share of the gathered activations that are not reused in time where the host runs ahead of the device.
         released: whether a stage lets go of a result that it has sent (arXiv:2205.05198, appendix B).
         reserve: bytes outside the allocator's count or in its fragments.
@@ -59,6 +63,10 @@ class Regime:
     inputs: float = 0.0
     ring: float = 0.0
     copies: float = 0.0
+    retries: float = 0.0
+    early: bool = False
+    attention: float = 1.0
+    moved: float = 1.0
     recorded: float = 0.0
     released: bool = False
     reserve: float = 0.0
@@ -86,16 +94,21 @@ last 32 MiB and the ring's second tensor of queries' size are what B200 rows of 
 
 NANOTRON = Regime(
     widths=Widths(2, 6, 12), fused=False, regather=True, engine=False, overlap=0.0, hidden=0.51, cuts="filled",
-    host=34e-6, wait=0.17e-3, bucket=2.0**27, recorded=1.0, workspace=8.0, reserve=0.3 * 2.0**30,
+    host=34e-6, wait=0.17e-3, bucket=2.0**27, retries=1.1, recorded=1.0,
+    workspace=8.0, reserve=0.3 * 2.0**30,
 )  # fmt: skip
 """nanotron: eager kernels, asynchronous gathers over tp, bf16 gradients beside the fp32 ones that they are added to.
 
 Its loss over shards of the vocabulary makes two more fp32 tensors of the logits' size (``sharded_cross_entropy``).
-``hidden``, ``host``, ``wait``, ``bucket`` and ``reserve`` are fitted to the playbook's rows (benchmarks/data): with those
-of one of the two models alone, the other's median error is the same. Why hosts wait for collectives of tp where stages
-lie on several nodes, 0.17 ms for each rank of the group whatever the message, is not known."""
+``hidden``, ``host``, ``wait``, ``bucket`` and ``reserve`` are fitted to the playbook's rows (benchmarks/data): with
+those of one of the two models alone, the other's median error is the same. Why hosts wait for collectives of tp where
+stages lie on several nodes, 0.17 ms for each rank of the group whatever the message, is not known."""
 
-FSDP = Regime(widths=Widths(4, 4, 8), overlap=0.8, update=28.0)
-"""``fully_shard`` or Composer's FSDP around eager kernels, fp32 states, bf16 compute."""
+FSDP = Regime(widths=Widths(4, 4, 8), overlap=0.8, update=28.0, early=True)
+"""``fully_shard`` around eager kernels, fp32 states, bf16 compute; checkpoints stop early (torch.utils.checkpoint)."""
+
+COMPOSER = replace(FSDP, attention=0.68, moved=1.3)
+"""Composer's FSDP around MPT, with the first FlashAttention's kernels; both numbers are fitted to llm-foundry's rows
+(benchmarks/data): those of half of its models serve the other half as well."""
 
 REGIMES = {"megatron": MEGATRON, "nanotron": NANOTRON, "fsdp": FSDP}

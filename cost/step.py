@@ -112,8 +112,10 @@ class Group(Work):
         bubble, update = self._bubble(each), self.update().max(axis=0)
         shown = {axis: m * of_slowest(rows) for axis, rows in exposed.items()}
         shown["dp"], shown["pp"] = shown["dp"] + late, self._sends(each)
-        seconds = m * each.max(axis=0) + bubble + shown["pp"] + late + update
-        return Steps(seconds, m * of_slowest(own), bubble, shown, update, self._memory(), *self._flops())
+        memory = self._memory()
+        over = reduce(np.add, memory.values()) > self.hardware.memory_bytes
+        seconds = m * (each.max(axis=0) + self.regime.retries * over) + bubble + shown["pp"] + late + update
+        return Steps(seconds, m * of_slowest(own), bubble, shown, update, memory, *self._flops())
 
     def _work(self) -> tuple[Array, dict[str, Array], Array]:
         """Seconds of one microbatch on each rank: its own, and of communication that nothing hides, by axis.
@@ -211,11 +213,14 @@ class Group(Work):
         return each * self._in_flight()
 
     def _late(self) -> Array:
-        """What was gathered and is not let go of: where the host runs ahead, memory of other streams waits for those."""
+        """What was gathered and is not let go of: where the host runs ahead, memory waits for other streams."""
         if not self.regime.recorded:
             return np.zeros(1)
         ahead, device = reduce(np.add, self._ahead()), reduce(np.add, self._device())
-        device = device + self.on(lambda t: t.messages.get(("tp", FORWARD), 0.0) + t.messages.get(("tp", BACKWARD), 0.0))
+        for way in (FORWARD, BACKWARD):
+            device = device + self.on(lambda t, way=way: t.messages.get(("tp", way), 0.0)) * (
+                self.links.nodes("tp") == 1
+            )
         gathered = self.on(lambda t: t.gathered) * (1 - 1 / self.c.sizes["tp"])
         return self.regime.recorded * gathered * (ahead < device) * (self.c.recompute < 2)
 

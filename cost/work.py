@@ -95,7 +95,8 @@ class Work:
         forward = self.on(lambda t: t.forward) + self.hardware.host * ops
         backward = self.on(lambda t: t.backward) + 2 * self.hardware.host * ops
         again = self.on(lambda t: t.again, self.inner) + self.hardware.host * inner
-        whole = self.on(lambda t: t.forward, self.inner) + self.hardware.host * inner
+        stop = 1.0 if self.regime.early else 0.0
+        whole = self.on(lambda t: t.forward - stop * t.tail, self.inner) + self.hardware.host * inner
         return forward, backward + again * self.selective + whole * self.full
 
     def _ahead(self) -> Ways:

@@ -17,6 +17,8 @@ def number(row: Mapping[str, str], name: str, default: float) -> float:
 def numbers(row: Mapping[str, str]) -> dict[str, Any]:
     """A Hugging Face configuration of a decoder: gated and rotary where ``arch`` says llama or keys are grouped.
 
+    Others have a GELU of one kernel, as MPT's and Megatron's do, not GPT-2's own of eight.
+
     Raises AutoparError ``missing-architecture``, or ``unknown-architecture`` for a mixture of experts.
     """
     missing = [n for n in NEEDED if not row.get(n)]
@@ -35,7 +37,8 @@ def numbers(row: Mapping[str, str]) -> dict[str, Any]:
         }  # fmt: skip
     return {
         "model_type": "gpt2", "n_layer": layers, "n_embd": hidden, "n_inner": inner, "n_head": heads,
-        "vocab_size": vocab, "n_positions": LONGEST, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
+        "vocab_size": vocab, "n_positions": LONGEST, "activation_function": "gelu",
+        "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
     }  # fmt: skip
 
 
