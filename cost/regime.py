@@ -25,6 +25,7 @@ class Regime:
         compute_width: bytes an element of what is gathered. reduce_width: of gradients on the wire.
         overlap: share of compute behind which the data axes' traffic may hide. hidden: share of the tensor axis's
             traffic that hides behind the matmul beside it, and no more than a rank computes.
+        behind: share of the tensor axis's traffic of a backward that hides behind the products that follow.
         cuts: how stages are cut (``Forms.stages``).
         host: seconds of host work for each kernel; a rank takes the longer of host and device.
         wait: seconds that a collective of the tensor axis keeps the host for each of its ranks, where stages lie on
@@ -53,6 +54,7 @@ class Regime:
     reduce_width: int = 4
     overlap: float = 1.0
     hidden: float = 0.0
+    behind: float = 0.0
     cuts: str = "best"
     host: float = 0.0
     wait: float = 0.0
@@ -80,7 +82,7 @@ def ours(width: int, precision: str) -> Regime:
 
 MEGATRON = Regime(
     widths=Widths(2, 4, 12), fused=True, regather=True, engine=False, overlap=0.0, cuts="even",
-    head=2.0, inputs=2.0, copies=2.0, ring=1.0, released=True,
+    behind=0.5, head=2.0, inputs=2.0, copies=2.0, ring=1.0, released=True,
     reserve=96 * 2.0**20,
 )  # fmt: skip
 """Megatron-LM with Transformer Engine: bf16 weights, fp32 gradients and optimizer, fused kernels.
@@ -90,12 +92,15 @@ A weight's gradient is added to the fp32 one by the product itself, yet one bf16
 to autograd: TE keeps them (``module/base.py``, ``get_dummy_wgrad``), the head's is made and freed. The backward of a
 column-parallel product has its input gathered again, the input's whole gradient, and its shard (Megatron-LM
 ``tensor_parallel/layers.py``). cuBLAS has 32 MiB for torch and for TE each (``get_cublas_workspace_size_bytes``); the
-last 32 MiB and the ring's second tensor of queries' size are what B200 rows of SimuMax show (benchmarks/data)."""
+last 32 MiB and the ring's second tensor of queries' size are what B200 rows of SimuMax show (benchmarks/data).
+
+In a backward gathers and scatters run beside products (arXiv:2205.05198, section 4.2.2), which they slow: half of them
+counts. All of them would suit A100 rows better, none B200 ones."""
 
 NANOTRON = Regime(
-    widths=Widths(2, 6, 12), fused=False, regather=True, engine=False, overlap=0.0, hidden=0.51, cuts="filled",
-    host=34e-6, wait=0.17e-3, bucket=2.0**27, retries=1.1, recorded=1.0,
-    workspace=8.0, reserve=0.3 * 2.0**30,
+    widths=Widths(2, 6, 12), fused=False, regather=True, engine=False, overlap=0.0, hidden=0.51, behind=0.51,
+    cuts="filled", host=34e-6, wait=0.17e-3, bucket=2.0**27, retries=1.1, recorded=1.0, workspace=8.0,
+    reserve=0.3 * 2.0**30,
 )  # fmt: skip
 """nanotron: eager kernels, asynchronous gathers over tp, bf16 gradients beside the fp32 ones that they are added to.
 

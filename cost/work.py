@@ -136,11 +136,11 @@ class Work:
 
     def _beside(self, forward: Array, backward: Array) -> Ways:
         """What of the tensor axis's messages hides neither behind products nor, in a node, in waits for the host."""
-        if not self.regime.hidden:
+        near, shares, out = self.links.nodes("tp") == 1, (self.regime.hidden, self.regime.behind), []
+        if not any(shares):
             return forward, backward
-        near, out = self.links.nodes("tp") == 1, []
-        for sent, own, ahead in zip((forward, backward), self._device(), self._ahead()):
-            hidden = np.minimum(self.regime.hidden * sent, own)
+        for share, sent, own, ahead in zip(shares, (forward, backward), self._device(), self._ahead()):
+            hidden = np.minimum(share * sent, own)
             out.append(np.maximum(0.0, sent - hidden - near * np.maximum(0.0, ahead - own)))
         return out[0], out[1]
 

@@ -1,5 +1,6 @@
 """A configuration from the numbers that publications give of a model: layers, widths, heads, vocabulary."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,8 +11,23 @@ LONGEST = 131072
 
 
 def number(row: Mapping[str, str], name: str, default: float) -> float:
-    """A column, or its default where it is empty."""
-    return float(row[name]) if row.get(name, "") not in ("", None) else default
+    """A column, or its default where it is empty. Raises AutoparError ``bad-number`` for what is no finite number."""
+    text = (row.get(name) or "").strip()
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise AutoparError("bad-number", f"{name} is {text!r}", "a number, or nothing")
+    return value
+
+
+def count(row: Mapping[str, str], name: str, default: float) -> float:
+    """A column that counts something, at least one. Raises AutoparError ``bad-number``."""
+    value = number(row, name, default)
+    if value < 1 or (row.get(name) and value != int(value)):
+        raise AutoparError("bad-number", f"{name} is {value:g}", "a whole number of at least 1, or nothing")
+    return value
 
 
 def numbers(row: Mapping[str, str]) -> dict[str, Any]:
@@ -27,8 +43,10 @@ def numbers(row: Mapping[str, str]) -> dict[str, Any]:
     arch = row.get("arch", "")
     if "moe" in arch:
         raise AutoparError("unknown-architecture", f"{arch}: experts have no numbers here", "dense models")
-    layers, hidden, heads, vocab = (int(float(row[n])) for n in NEEDED)
-    inner, keys = int(number(row, "ffn_hidden", 4 * hidden)), int(number(row, "kv_heads", heads))
+    layers, hidden, heads, vocab = (int(count(row, n, 0)) for n in NEEDED)
+    inner, keys = int(count(row, "ffn_hidden", 4 * hidden)), int(count(row, "kv_heads", heads))
+    if hidden % heads or heads % keys:
+        raise AutoparError("indivisible-heads", f"hidden {hidden}, {heads} heads, {keys} of keys", "sizes that divide")
     if "llama" in arch or keys != heads:
         return {
             "model_type": "llama", "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner,
