@@ -4,6 +4,7 @@ Each architecture is built as a Hugging Face configuration, traced once on the m
 row is one candidate of its family. No formula of a transformer enters.
 """
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -89,7 +90,7 @@ class Predictor:
     def forms(self, row: Row, regime: Regime, sequence: bool) -> Forms:
         """The closed forms of a row's model under its regime."""
         style = (regime.fused, regime.regather)
-        key = (tuple(sorted(numbers(row).items())), style)
+        key = (json.dumps(numbers(row), sort_keys=True), style)
         if key not in self.known:
             ids = torch.zeros(2, 4096, dtype=torch.int64, device="meta")
             kwargs = {"input_ids": ids, "labels": torch.zeros_like(ids)}

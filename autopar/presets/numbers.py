@@ -1,13 +1,16 @@
 """A configuration from the numbers that publications give of a model: layers, widths, heads, vocabulary."""
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from autopar.errors import AutoparError
+from autopar.presets.table import configuration, names
 
 NEEDED = ("n_layers", "hidden", "heads", "vocab")
 LONGEST = 131072
+DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
 def number(row: Mapping[str, str], name: str, default: float) -> float:
@@ -35,14 +38,16 @@ def numbers(row: Mapping[str, str]) -> dict[str, Any]:
 
     Others have a GELU of one kernel, as MPT's and Megatron's do, not GPT-2's own of eight.
 
-    Raises AutoparError ``missing-architecture``, or ``unknown-architecture`` for a mixture of experts.
+    A mixture of experts, or a row without numbers, is the preset that its ``model`` names, with the row's layers.
+    Raises AutoparError ``missing-architecture``, or ``unknown-architecture`` for experts that no preset has.
     """
-    missing = [n for n in NEEDED if not row.get(n)]
+    missing, arch = [n for n in NEEDED if not row.get(n)], row.get("arch", "")
+    if (missing or "moe" in arch) and (known := named(row)):
+        return known
     if missing:
         raise AutoparError("missing-architecture", f"the row has no {', '.join(missing)}", f"fill {', '.join(NEEDED)}")
-    arch = row.get("arch", "")
     if "moe" in arch:
-        raise AutoparError("unknown-architecture", f"{arch}: experts have no numbers here", "dense models")
+        raise AutoparError("unknown-architecture", f"{arch}: experts have no numbers here", "a preset's name as model")
     layers, hidden, heads, vocab = (int(count(row, n, 0)) for n in NEEDED)
     inner, keys = int(count(row, "ffn_hidden", 4 * hidden)), int(count(row, "kv_heads", heads))
     if hidden % heads or heads % keys:
@@ -58,6 +63,28 @@ def numbers(row: Mapping[str, str]) -> dict[str, Any]:
         "vocab_size": vocab, "n_positions": LONGEST, "activation_function": "gelu",
         "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
     }  # fmt: skip
+
+
+def named(row: Mapping[str, str]) -> dict[str, Any] | None:
+    """The preset that ``model`` names, as "DeepSeek-V3(4 layers, 1 dense)" does; None where it names none."""
+    name, _, cut = row.get("model", "").lower().partition("(")
+    if name.strip() not in names():
+        return None
+    config = configuration(name.strip())
+    config.pop("architectures", None)
+    said = {key: re.search(rf"(\d+) {key}", cut) for key in ("layers", "dense")}
+    layers = int(count(row, "n_layers", float(said["layers"][1] if said["layers"] else 0) or config_layers(config)))
+    for key in DEPTHS:
+        if key in config:
+            config[key] = layers
+    if said["dense"] and "first_k_dense_replace" in config:
+        config["first_k_dense_replace"] = int(said["dense"][1])
+    return config
+
+
+def config_layers(config: Mapping[str, Any]) -> int:
+    """How many layers a configuration has."""
+    return next(int(config[key]) for key in DEPTHS if key in config)
 
 
 def tied(row: Mapping[str, str], layers: int, hidden: int, inner: int, keys: float) -> bool:
