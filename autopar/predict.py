@@ -4,6 +4,7 @@ Each architecture is built as a Hugging Face configuration, traced once on the m
 row is one candidate of its family. No formula of a transformer enters.
 """
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -18,17 +19,19 @@ from autopar.cost.candidates import SCHEDULES, Candidates
 from autopar.cost.closed import Family
 from autopar.cost.forms import POLICIES, Forms
 from autopar.cost.hardware import Hardware, load, names
-from autopar.cost.regime import FSDP, MEGATRON, NANOTRON, Regime, Widths
+from autopar.cost.regime import COMPOSER, FSDP, MEGATRON, NANOTRON, Regime, Widths
 from autopar.cost.step import Steps, steps
 from autopar.errors import AutoparError
 from autopar.families import families
-from autopar.presets.numbers import number, numbers
+from autopar.presets.numbers import count, number, numbers
 
 Row = Mapping[str, str]
 COLUMNS = (
     "pred_iter_time_s", "pred_tokens_per_s_per_gpu", "pred_model_tflops_per_gpu", "pred_mfu_pct",
     "pred_hw_tflops_per_gpu", "pred_peak_mem_gb", "pred_bubble_rate", "pred_error",
 )  # fmt: skip
+BANDWIDTHS = {("a100-80g", 40): 1.555e12, ("h100", 96): 2.4e12}
+"""Bytes per second of a profile's variant with so many GB: NVIDIA A100 datasheet; H100 with HBM2e, as torchtitan's."""
 
 
 def model_of(row: Row) -> nn.Module:
@@ -43,16 +46,20 @@ def model_of(row: Row) -> nn.Module:
 
 def machine_of(row: Row) -> Hardware:
     """The profile of a row's ``gpu``, with the memory that its name says. Raises AutoparError ``unknown-hardware``."""
-    said = re.split(r"[^a-z0-9]+", row.get("gpu", "").lower())
-    models = {n.split("-")[0]: n for n in sorted(names(), key=len)}  # a100: a100-80g
-    found = next((models[word] for word in said if word in models), None)
+    text = row.get("gpu", "").lower()
+    said = re.split(r"[^a-z0-9]+", text)
+    alike = [n for n in names() if re.search(rf"(?<![a-wyz0-9]){n.split('-')[0]}(?!\d)", text)]  # a100: a100-80g
+    whole = [n for n in alike if all(part in said for part in n.split("-")[1:])]
+    found = max(whole, key=len, default=min(alike, key=len, default=None))
     if found is None or "pcie" in said:
         fix = f"one of {', '.join(names())}"
         raise AutoparError("unknown-hardware", f"no profile for gpu {row.get('gpu')!r}", fix)
     known = load(found)
     sizes = [float(word.rstrip("gib")) * 1e9 for word in said if re.fullmatch(r"\d+gi?b", word)]
     other = next((n for n in sizes if abs(n - known.memory_bytes) > 0.15 * known.memory_bytes), known.memory_bytes)
-    return replace(known, memory_bytes=other, node=int(number(row, "gpus_per_node", known.node)))
+    rate = BANDWIDTHS.get((found, round(other / 1e9)), known.memory_bandwidth)
+    node = int(count(row, "gpus_per_node", known.node))
+    return replace(known, memory_bytes=other, memory_bandwidth=rate, node=node)
 
 
 def regime_of(row: Row) -> Regime:
@@ -61,9 +68,17 @@ def regime_of(row: Row) -> Regime:
     if "nanotron" in framework:
         return NANOTRON
     if "fsdp" in framework or "torchtitan" in framework:
+        known = COMPOSER if "composer" in framework else FSDP
         pure = "pure" in precision
-        return replace(FSDP, widths=Widths(2, 2, 4), reduce_width=2, update=14.0) if pure else FSDP
+        return replace(known, widths=Widths(2, 2, 4), reduce_width=2, update=14.0) if pure else known
     return MEGATRON
+
+
+def as_run(machine: Hardware, regime: Regime) -> Hardware:
+    """A profile at what a framework's kernels make of it."""
+    forward, backward = (share * regime.attention for share in machine.attention_efficiency)
+    efficiency = machine.memory_efficiency / regime.moved
+    return replace(machine, attention_efficiency=(forward, backward), memory_efficiency=efficiency)
 
 
 @dataclass
@@ -75,7 +90,7 @@ class Predictor:
     def forms(self, row: Row, regime: Regime, sequence: bool) -> Forms:
         """The closed forms of a row's model under its regime."""
         style = (regime.fused, regime.regather)
-        key = (tuple(sorted(numbers(row).items())), style)
+        key = (json.dumps(numbers(row), sort_keys=True), style)
         if key not in self.known:
             ids = torch.zeros(2, 4096, dtype=torch.int64, device="meta")
             kwargs = {"input_ids": ids, "labels": torch.zeros_like(ids)}
@@ -91,7 +106,8 @@ class Predictor:
         """
         if "fp8" in row.get("precision", "").lower():
             raise AutoparError("unpriced-precision", "matmuls in fp8 have no profile", "predict bf16 or fp16 runs")
-        regime, machine = regime_of(row), machine_of(row)
+        regime = regime_of(row)
+        machine = as_run(machine_of(row), regime)
         sequence = number(row, "tp", 1) > 1 and number(row, "sp", 1) == 1
         forms = self.forms(row, regime, sequence)
         table = _candidates(row, regime, forms)
@@ -103,10 +119,13 @@ class Predictor:
 
     def predict(self, row: Row) -> dict[str, str]:
         """The ``pred_`` columns of a row; ``pred_error`` alone where it cannot be priced."""
+        row = {str(k): v.strip() for k, v in row.items() if isinstance(v, str)}
         try:
             found, table, machine = self.price(row)
         except AutoparError as error:
-            return {**dict.fromkeys(COLUMNS, ""), "pred_error": str(error).replace("\n", " ")}
+            return _refused(error)
+        except Exception as error:  # of whatever numbers a file has; the other rows are to be priced
+            return _refused(AutoparError("unpriced-row", f"{type(error).__name__}: {error}", "compare with other rows"))
         seconds = float(found.seconds[0])
         ranks = float(np.prod([v[0] for v in table.sizes.values()]))
         tokens = table.positions * float((table.rows * table.microbatches * table.sizes["dp"] * table.sizes["ep"])[0])
@@ -120,34 +139,38 @@ class Predictor:
         return {**{c: f"{v:.6g}" for c, v in zip(COLUMNS, values)}, "pred_error": ""}
 
 
+def _refused(error: AutoparError) -> dict[str, str]:
+    return {**dict.fromkeys(COLUMNS, ""), "pred_error": " ".join(str(error).split())}
+
+
 def _candidates(row: Row, regime: Regime, forms: Forms) -> Candidates:
     """The row's candidate, or one for each microbatch that divides the batch where it names none."""
-    sizes = {a: number(row, a, 1) for a in ("pp", "ep", "cp", "tp")}
-    sizes["dp"] = number(row, "dp", number(row, "n_gpus", 1) / math.prod(sizes.values()))
+    sizes = {a: count(row, a, 1) for a in ("pp", "ep", "cp", "tp")}
+    sizes["dp"] = count(row, "dp", number(row, "n_gpus", 1) / math.prod(sizes.values()))
     if sizes["ep"] > 1:
         sizes["dp"] = sizes["dp"] / sizes["ep"]
     data = sizes["dp"] * sizes["ep"]
-    own = number(row, "gbs", data) / data
-    if own != int(own) or own < 1 or sizes["dp"] < 1:
+    own = count(row, "gbs", data) / data
+    if own != int(own) or sizes["dp"] != int(sizes["dp"]):
         raise AutoparError("indivisible-batch", f"a batch of {row.get('gbs')} over {data:g} data ranks")
     for axis in ("tp", "ep"):
         if not forms.family.allows(axis, int(sizes[axis])):
             raise AutoparError("indivisible-dim", f"{axis}={sizes[axis]:g} does not divide the model")
-    rows = [number(row, "mbs", 0)] if number(row, "mbs", 0) else [n for n in (1, 2, 4, 8, 16) if own % n == 0]
-    virtual = number(row, "vp", 1)
+    rows = [count(row, "mbs", 1)] if row.get("mbs") else [n for n in (1, 2, 4, 8, 16) if own % n == 0]
+    virtual = count(row, "vp", 1)
     schedule = "interleaved" if virtual > 1 else "1f1b"
-    policy = next((p for p in POLICIES if row.get("recompute", "").startswith(p)), "none")
+    policy = next((p for p in POLICIES if row.get("recompute", "").lower().startswith(p)), "none")
     zero = number(row, "zero_stage", 3 if regime.engine else float(data > 1))
     constant: dict[str, Any] = {
         "zero": zero, "shard": 0, "recompute": POLICIES.index(policy), "schedule": SCHEDULES.index(schedule),
         "virtual": virtual, "offload": 0, "ulysses": 0,
     }  # fmt: skip
-    count = len(rows)
-    columns: Any = {n: np.full(count, float(v)) for n, v in constant.items()}
+    shape = len(rows)
+    columns: Any = {n: np.full(shape, float(v)) for n, v in constant.items()}
     return Candidates(
-        sizes={a: np.full(count, float(n)) for a, n in sizes.items()},
+        sizes={a: np.full(shape, float(n)) for a, n in sizes.items()},
         rows=np.array(rows, float),
         microbatches=np.ceil(own / np.array(rows, float)),
-        positions=number(row, "seq_len", 4096),
+        positions=count(row, "seq_len", 4096),
         **columns,
     )

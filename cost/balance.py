@@ -143,6 +143,20 @@ def even_starts(seconds: tuple[float, ...], stages: int) -> tuple[int, ...]:
     return _even(tables, least_maximum(tables))
 
 
+def filled_starts(costs: Sequence[float], stages: int) -> tuple[int, ...]:
+    """The first of the units of each stage where one is full as soon as the sum so far passes its share of the total.
+
+    A unit that passes it stays, so the first stages have more; those that nothing is left for start behind the last
+    unit. So nanotron places blocks (``models/base.py``, ``build_model``).
+    """
+    starts, total, so_far = [0], float(sum(costs)), 0.0
+    for i, cost in enumerate(costs):
+        so_far += cost
+        if so_far >= total * (len(starts) / stages) * (1 - 1e-9):
+            starts.append(i + 1)
+    return tuple((starts + [len(costs)] * stages)[:stages])
+
+
 def _even(tables: Sequence[Matrix], most: float) -> tuple[int, ...]:
     """The cut with the least sum of squares among those whose stages have ``most`` at most."""
     parts = [np.round(np.square(table / (most or 1.0)), DIGITS) for table in tables]

@@ -6,7 +6,7 @@ Uneven shards are priced as even ones.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.cost.hardware import Hardware, Tier
 from autopar.cost.symbols import Number, ratio, several
@@ -43,6 +43,7 @@ class Link:
         rates: bytes per second and rank by collective. latency: seconds a step, inside a node.
         network_latency: seconds a step between nodes. base: seconds a collective.
         nodes: nodes along the axis; 1 where it stays inside one.
+        steps: seconds a step, inside and between nodes, of collectives that take another time.
     """
 
     rates: Mapping[str, float]
@@ -50,6 +51,7 @@ class Link:
     network_latency: float
     base: float
     nodes: int = 1
+    steps: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 def collectives(src: Type, dst: Type) -> tuple[Step, Step]:
@@ -90,7 +92,8 @@ def collective_seconds(collective: Step, whole: Number, ways: Number, link: Link
         return 0
     rounds = 2 if collective == "all_reduce" else 1
     outside = rounds * (link.nodes - 1)
-    steps = (rounds * (ways - 1) - outside) * link.latency + outside * link.network_latency
+    near, far = link.steps.get(collective, (link.latency, link.network_latency))
+    steps = (rounds * (ways - 1) - outside) * near + outside * far
     return steps + several(ways) * link.base + collective_bytes(collective, whole, ways) / link.rates[collective]
 
 
@@ -128,7 +131,8 @@ def link_between(hardware: Hardware, ways: int, stride: int = 1) -> Link:
     slowest = max((inside - 1) / inner.rate("all_to_all"), (ways - inside) / outer.rate("all_to_all"))
     rates["all_to_all"] = (ways - 1) / slowest  # each rank reaches ranks of other nodes through its own adapter
     latency = inner.latency if inside > 1 else outer.latency
-    return Link(rates, latency, outer.latency, max(inner.base, outer.base), nodes)
+    steps = {c: (inner.step(c), outer.step(c)) for c in (*inner.steps, *outer.steps)}
+    return Link(rates, latency, outer.latency, max(inner.base, outer.base), nodes, steps)
 
 
 def inner_link(hardware: Hardware) -> Link:
@@ -142,4 +146,4 @@ def outer_link(hardware: Hardware) -> Link:
 
 
 def _link(tier: Tier, rates: Mapping[str, float]) -> Link:
-    return Link(rates, tier.latency, tier.latency, tier.base)
+    return Link(rates, tier.latency, tier.latency, tier.base, steps={c: (t, t) for c, t in tier.steps.items()})

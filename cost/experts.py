@@ -6,12 +6,14 @@ from math import prod
 
 from torch import fx
 
-from autopar.cost.compute import NodeCost, Shapes, Value, differentiable, is_view
+from autopar.cost.compute import NodeCost, Shapes, Value, differentiable, is_view, op_name, words
 from autopar.cost.symbols import Number, product, ratio
 from autopar.ir import ops
 from autopar.ir.program import Spec, tensor_args
 from autopar.rules.arguments import arguments
 from autopar.rules.experts import exchange_axis, inside
+
+MATMULS = words("linear mm bmm matmul addmm baddbmm")
 
 
 @dataclass(frozen=True)
@@ -59,15 +61,20 @@ def _value(node: fx.Node, shapes: Shapes) -> Value:
     return value
 
 
-def _widths(node: fx.Node) -> Iterator[int]:
-    """Of what one row becomes on its way through an expert, whole."""
+def _widths(node: fx.Node, products: bool = False) -> Iterator[int]:
+    """Of what one row becomes on its way through an expert, whole; ``products``: only what a product makes or takes."""
     known = arguments(node)
     params = tuple(p.meta["spec"] for p in known["params"])
     graph = inside(known["body"], known["hidden"].meta["spec"], params)
     for op in graph.ops:
         spec = op.meta["spec"]
-        if isinstance(spec, Spec) and not is_view(op):
+        if isinstance(spec, Spec) and not is_view(op) and not (products and not _meets_product(op)):
             yield prod(spec.shape[1:])
+
+
+def _meets_product(op: fx.Node) -> bool:
+    """Whether a product makes the value, or takes it."""
+    return op_name(op) in MATMULS or any(op_name(u) in MATMULS or (is_view(u) and _meets_product(u)) for u in op.users)
 
 
 def cost(node: fx.Node, shapes: Shapes) -> NodeCost:
@@ -83,11 +90,14 @@ def cost(node: fx.Node, shapes: Shapes) -> NodeCost:
     return NodeCost(rows.flops, moved, times * rows.flops, times * moved, "matmul", dims)
 
 
-def kept(node: fx.Node, shapes: Shapes) -> Number:
-    """Bytes that autograd keeps besides the node's inputs: rows as sorted, what they become, and results."""
+def kept(node: fx.Node, shapes: Shapes, fused: bool = False) -> Number:
+    """Bytes that autograd keeps besides the node's inputs: rows as sorted, what they become, and results.
+
+    ``fused``: what stands between two products is one kernel, which also weighs rows, so that results are not kept.
+    """
     rows = Rows.of(node, shapes)
-    inner = sum(rows.count * ratio(w, 1) * rows.share for w in _widths(node))
-    return (inner + rows.count * (rows.hidden + rows.out)) * rows.itemsize
+    inner = sum(rows.count * ratio(w, 1) * rows.share for w in _widths(node, fused))
+    return (inner + rows.count * (rows.hidden + (0 if fused else rows.out))) * rows.itemsize
 
 
 def rows_bytes(node: fx.Node) -> tuple[int, int]:

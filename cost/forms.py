@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost.balance import even_starts
+from autopar.cost.balance import even_starts, filled_starts
 from autopar.cost.closed import Family, Kernel, Unit
 from autopar.cost.hardware import Hardware
 from autopar.cost.links import Links
@@ -16,6 +16,7 @@ from autopar.cost.price import BACKWARD, FORWARD
 from autopar.cost.schedule import placement
 
 Points = Mapping[str, Array]
+_ALONE: dict[str, Any] = {"b": 1.0, "s": 4096.0, "tp": 1.0, "cp": 1.0, "ep": 1.0, "dp": 1.0}
 POLICIES = ("none", "selective", "full")
 
 
@@ -25,17 +26,21 @@ class UnitTimes:
 
     Args:
         forward, backward: seconds of compute. again: forward seconds of what selective recomputation repeats.
+        tail: forward seconds of its last product.
         messages: exposed seconds by (axis, part of the step). flops: of matmuls and attention, (forward, backward).
         activations: bytes by policy of recomputation. hidden: bytes passed on.
         heads: bytes of (queries, keys and values). parameters: elements by data axes.
-        attention: seconds of it, (forward, backward). rows: elements of the widest matmul's result.
+        attention: seconds of it, (forward, backward). rows: elements of the widest matmul's result, and of its input.
+        matrices: elements of the products' right factors, of an expert's as of one.
         dispatches: bytes of rows on their way to experts, by the axis that they travel along.
+        gathered: bytes of what is gathered again in the backward.
         once: as ``messages``, of what inputs alone make: sent once in a step, whatever its microbatches.
     """
 
     forward: Array
     backward: Array
     again: Array
+    tail: Array
     messages: dict[tuple[str, str], Array]
     flops: tuple[Array, Array]
     activations: dict[str, Array]
@@ -43,8 +48,10 @@ class UnitTimes:
     heads: tuple[Array, Array]
     parameters: dict[str, Array]
     attention: tuple[Array, Array]
-    rows: Array
+    rows: tuple[Array, Array]
+    matrices: Array
     dispatches: dict[str, Array]
+    gathered: Array
     once: dict[tuple[str, str], Array]
 
     def at(self, where: slice) -> "UnitTimes":
@@ -76,16 +83,19 @@ class Forms:
         """Of each unit, in order."""
         return tuple(UnitForms(u) for u in self.family.units)
 
-    def stages(self, ranks: int, per_rank: int, v: bool = False, even: bool = False) -> Array:
+    def stages(self, ranks: int, per_rank: int, v: bool = False, cuts: str = "best") -> Array:
         """[ranks, units]: how many calls of each unit a rank of a pipeline holds.
 
         Args:
-            v: whether stages are placed back and forth. even: equally many blocks on each stage, instead of equal work.
+            v: whether stages are placed back and forth. cuts: "best", for equal work; "even", equally many blocks;
+                "filled", as ``balance.filled_starts``, by the elements of the units' matrices.
         """
         chain, stages = (0, *self.family.order, len(self.units) - 1), ranks * per_rank
         blocks = len(self.family.order)
-        if even or stages == 1 or len(chain) <= stages:
-            starts: Sequence[int] = [round(i * blocks / stages) + (i > 0) for i in range(stages)]
+        if cuts == "filled":
+            starts: Sequence[int] = filled_starts([self._matrices[u] for u in chain], stages)
+        elif cuts == "even" or stages == 1 or len(chain) <= stages:
+            starts = [round(i * blocks / stages) + (i > 0) for i in range(stages)]
         else:
             starts = even_starts(tuple(self._work[u] for u in chain), stages)
         out = np.zeros((ranks, len(self.units)))
@@ -97,12 +107,21 @@ class Forms:
     @cached_property
     def _work(self) -> tuple[float, ...]:
         """Flops of one call of each unit at a point of usual sizes."""
-        point: dict[str, Any] = {"b": 1.0, "s": 4096.0, "tp": 1.0, "cp": 1.0, "ep": 1.0, "dp": 1.0}
         found = []
         for unit in self.family.units:
             heavy = [(count, k.flops) for count, k in unit.kernels if k.kind != "memory"]
-            flops = Polynomials.of([way for _, ways in heavy for way in ways])(point)
+            flops = Polynomials.of([way for _, ways in heavy for way in ways])(_ALONE)
             found.append(float(flops.reshape(-1, 2).sum(axis=1) @ np.array([count for count, _ in heavy])))
+        return tuple(found)
+
+    @cached_property
+    def _matrices(self) -> tuple[float, ...]:
+        """Elements of the products' right factors of one call of each unit, whole; none before the blocks."""
+        found = [0.0]
+        for unit in self.family.units[1:]:
+            sides = [(count, k.dims) for count, k in unit.kernels if k.kind == "matmul" and k.dims]
+            sizes = Polynomials.of([side for _, dims in sides for side in dims[1:]])(_ALONE).reshape(-1, 2)
+            found.append(float(np.prod(sizes, axis=1) @ np.array([count for count, _ in sides])))
         return tuple(found)
 
 
@@ -135,7 +154,8 @@ class UnitForms:
         count = len(self.unit.kernels)
         work = self._kernels(points).reshape(count, 7, -1) if count else np.zeros((0, 7, 1))
         zero = np.zeros(np.broadcast_shapes(*(np.shape(p) for p in points.values())))
-        forward, backward, again, widest = zero.copy(), zero.copy(), zero.copy(), zero.copy()
+        forward, backward, again = zero.copy(), zero.copy(), zero.copy()
+        widest, matrices, tail = (zero.copy(), zero.copy()), zero.copy(), zero
         flops, attention = [zero.copy(), zero.copy()], [zero.copy(), zero.copy()]
         for (times, kernel), row in zip(self.unit.kernels, work):
             seconds = kernel_seconds(kernel, row, hardware, points["cp"])
@@ -144,7 +164,10 @@ class UnitForms:
             again += times * seconds[0] * (kernel.kind == "memory")
             for way in (0, 1):
                 attention[way] += times * seconds[way] * (kernel.kind == "attention")
-            widest = np.maximum(widest, row[4] * row[5]) if kernel.kind == "matmul" else widest
+            if kernel.kind == "matmul":
+                widest = np.maximum(widest[0], row[4] * row[5]), np.maximum(widest[1], row[4] * row[6])
+                matrices += times * row[5] * row[6]
+                tail = seconds[0]
             turns = points["cp"] if kernel.kind == "attention" else 1
             flops[0] += times * row[0] * turns
             flops[1] += times * row[1] * turns
@@ -153,10 +176,15 @@ class UnitForms:
         kept, elements = held[:6], dict(zip(self.unit.parameters, held[6:]))
         rows = dict(zip(self.unit.dispatches, held[6 + len(elements) :]))
         return UnitTimes(
-            forward, backward, again, sent[False], (flops[0], flops[1]),
+            forward, backward, again, tail, sent[False], (flops[0], flops[1]),
             dict(zip(POLICIES, kept[:3])), kept[3], (kept[4], kept[5]), elements, (attention[0], attention[1]), widest,
-            rows, sent[True],
+            matrices, rows, self._again(points), sent[True],
         )  # fmt: skip
+
+    def _again(self, points: Points) -> Array:
+        """Bytes of values that are gathered a second time."""
+        again = np.array([m.calls * m.again for m in self.unit.messages])
+        return again @ self._messages(points) if again.any() else np.zeros(1)
 
     def _sent(self, points: Points, links: Links) -> tuple[dict[tuple[str, str], Array], dict[tuple[str, str], Array]]:
         """Seconds of what each microbatch sends, and of what is sent once in a step."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from autopar.cost import experts
 from autopar.cost.closed import Kernel
 from autopar.cost.compute import Shapes, differentiable, is_view, node_cost, op_name
 from autopar.cost.hardware import dtype_name
@@ -68,6 +69,8 @@ def fusion(graph: fx.Graph) -> Mapping[fx.Node, fx.Node]:
 def kept(node: fx.Node, shapes: Shapes, groups: Mapping[fx.Node, fx.Node]) -> Saved:
     """What autograd keeps of ``node``, as ``memory.saved``; a fused kernel keeps what it reads, not its inside."""
     own = saved(node, shapes)
+    if node.target is ops.experts and groups and own.extra != 0:
+        return Saved(own.values, experts.kept(node, shapes, fused=True))
     if node not in groups:
         return own
     values: list[fx.Node] = []

@@ -40,6 +40,11 @@ class Links:
         found = reduce(np.minimum, near)
         return np.where(np.isinf(found), 1.0, found)
 
+    def nodes(self, axis: str) -> Array:
+        """Nodes along an axis."""
+        inside = np.minimum(self.axes[axis], np.maximum(1, self.hardware.node // self.strides[axis]))
+        return np.ceil(self.axes[axis] / inside)
+
     def seconds(self, collective: str, whole: Array, axis: str) -> Array:
         """Seconds of a collective on a value of ``whole`` bytes; zero on one rank."""
         return collective_seconds(self.hardware, collective, whole, self.axes[axis], self.strides[axis])
@@ -73,8 +78,8 @@ def collective_seconds(hardware: Hardware, collective: str, whole: Any, ways: An
     rate = np.where(nodes == 1, inner.rate(collective), across)
     rounds = 2 if collective == "all_reduce" else 1
     outside = rounds * (nodes - 1)
-    latency = np.where(inside > 1, inner.latency, np.where(nodes == 1, inner.latency, outer.latency))
+    near, far = inner.step(collective), outer.step(collective)
     base = np.where(nodes == 1, inner.base, max(inner.base, outer.base))
     sent = rounds * whole * (ways - 1) / (ways**2 if collective == "all_to_all" else ways)
-    steps = (rounds * (ways - 1) - outside) * latency + outside * outer.latency
+    steps = (rounds * (ways - 1) - outside) * near + outside * far
     return np.where(ways > 1, steps + base + sent / rate, 0.0)

@@ -1,6 +1,7 @@
 """How a training system holds its states and runs its kernels: ours, and those whose measurements were published."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,25 @@ class Regime:
             of arXiv:1910.02054, table 1, with the gathered copy counted as the parameter.
         compute_width: bytes an element of what is gathered. reduce_width: of gradients on the wire.
         overlap: share of compute behind which the data axes' traffic may hide. hidden: share of the tensor axis's
-            traffic that hides behind the matmul beside it.
-        even: every stage has equally many blocks, whatever stands before and behind them.
+            traffic that hides behind the matmul beside it, and no more than a rank computes.
+        behind: share of the tensor axis's traffic of a backward that hides behind the products that follow.
+        cuts: how stages are cut (``Forms.stages``).
         host: seconds of host work for each kernel; a rank takes the longer of host and device.
+        wait: seconds that a collective of the tensor axis keeps the host for each of its ranks, where stages lie on
+            several nodes.
+        bucket: bytes of gradients or parameters in one collective of the data axes.
         update: bytes moved for each parameter that a rank updates.
         workspace: bytes an element of the last unit's widest result (logits) at its peak, beyond what is kept.
-        copies: bytes an element of the largest block's parameters, in flight.
+        head: bytes an element of the last unit's parameters, whose gradient waits to be added.
+        inputs: bytes an element of the gradients in a product's backward.
+        copies: bytes an element of the largest block's matrices, in flight.
+        ring: queries that attention keeps once more on several context ranks, as a multiple of their bytes.
+        retries: seconds that the allocator takes in each microbatch to find memory where there is less than it wants.
+        early: whether recomputation of a block stops before its last product, whose result nothing needs.
+        attention: share of the profile's efficiency that its attention kernels reach. moved: bytes that its other
+            kernels move, as a multiple of those that the model's program tells of.
+        recorded: share of the gathered activations that are not reused in time where the host runs ahead of the device.
+        released: whether a stage lets go of a result that it has sent (arXiv:2205.05198, appendix B).
         reserve: bytes outside the allocator's count or in its fragments.
     """
 
@@ -40,11 +54,23 @@ class Regime:
     reduce_width: int = 4
     overlap: float = 1.0
     hidden: float = 0.0
-    even: bool = False
+    behind: float = 0.0
+    cuts: str = "best"
     host: float = 0.0
+    wait: float = 0.0
+    bucket: float = math.inf
     update: float = 30.0
     workspace: float = 0.0
+    head: float = 0.0
+    inputs: float = 0.0
+    ring: float = 0.0
     copies: float = 0.0
+    retries: float = 0.0
+    early: bool = False
+    attention: float = 1.0
+    moved: float = 1.0
+    recorded: float = 0.0
+    released: bool = False
     reserve: float = 0.0
 
 
@@ -55,18 +81,39 @@ def ours(width: int, precision: str) -> Regime:
 
 
 MEGATRON = Regime(
-    widths=Widths(2, 4, 12), fused=True, regather=True, engine=False, overlap=0.0, even=True, workspace=2.5, copies=3.4
-)
-"""Megatron-LM with Transformer Engine: bf16 weights, fp32 gradients and optimizer, fused kernels; the two sizes of what
-is alive for a moment are fitted to the B200 rows of SimuMax (benchmarks/data)."""
+    widths=Widths(2, 4, 12), fused=True, regather=True, engine=False, overlap=0.0, cuts="even",
+    behind=0.5, head=2.0, inputs=2.0, copies=2.0, ring=1.0, released=True,
+    reserve=96 * 2.0**20,
+)  # fmt: skip
+"""Megatron-LM with Transformer Engine: bf16 weights, fp32 gradients and optimizer, fused kernels.
+
+What is alive for a moment is what their sources allocate. Logits' gradients take their place (TE ``cross_entropy.py``).
+A weight's gradient is added to the fp32 one by the product itself, yet one bf16 tensor of each weight's shape is handed
+to autograd: TE keeps them (``module/base.py``, ``get_dummy_wgrad``), the head's is made and freed. The backward of a
+column-parallel product has its input gathered again, the input's whole gradient, and its shard (Megatron-LM
+``tensor_parallel/layers.py``). cuBLAS has 32 MiB for torch and for TE each (``get_cublas_workspace_size_bytes``); the
+last 32 MiB and the ring's second tensor of queries' size are what B200 rows of SimuMax show (benchmarks/data).
+
+In a backward gathers and scatters run beside products (arXiv:2205.05198, section 4.2.2), which they slow: half of them
+counts. All of them would suit A100 rows better, none B200 ones."""
 
 NANOTRON = Regime(
-    widths=Widths(2, 4, 12), fused=False, regather=True, engine=False, overlap=0.0, hidden=0.53, host=32e-6,
-    workspace=12.0, copies=2.5, reserve=2.0**30,
+    widths=Widths(2, 6, 12), fused=False, regather=True, engine=False, overlap=0.0, hidden=0.51, behind=0.51,
+    cuts="filled", host=34e-6, wait=0.17e-3, bucket=2.0**27, retries=1.1, recorded=1.0, workspace=8.0,
+    reserve=0.3 * 2.0**30,
 )  # fmt: skip
-"""nanotron: eager kernels, asynchronous gathers over tp; fitted to the playbook's rows (benchmarks/data)."""
+"""nanotron: eager kernels, asynchronous gathers over tp, bf16 gradients beside the fp32 ones that they are added to.
 
-FSDP = Regime(widths=Widths(4, 4, 8), overlap=0.8, update=28.0)
-"""``fully_shard`` or Composer's FSDP around eager kernels, fp32 states, bf16 compute."""
+Its loss over shards of the vocabulary makes two more fp32 tensors of the logits' size (``sharded_cross_entropy``).
+``hidden``, ``host``, ``wait``, ``bucket`` and ``reserve`` are fitted to the playbook's rows (benchmarks/data): with
+those of one of the two models alone, the other's median error is the same. Why hosts wait for collectives of tp where
+stages lie on several nodes, 0.17 ms for each rank of the group whatever the message, is not known."""
+
+FSDP = Regime(widths=Widths(4, 4, 8), overlap=0.8, update=28.0, early=True)
+"""``fully_shard`` around eager kernels, fp32 states, bf16 compute; checkpoints stop early (torch.utils.checkpoint)."""
+
+COMPOSER = replace(FSDP, attention=0.68, moved=1.3)
+"""Composer's FSDP around MPT, with the first FlashAttention's kernels; both numbers are fitted to llm-foundry's rows
+(benchmarks/data): those of half of its models serve the other half as well."""
 
 REGIMES = {"megatron": MEGATRON, "nanotron": NANOTRON, "fsdp": FSDP}

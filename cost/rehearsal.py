@@ -72,7 +72,7 @@ class _Step:
         names = ("again", "alone" if option.sizes["tp"] == 1 else "transient", "sent")
         self.extra = [Polynomials.of([u.unit.activations[n] for n in names])(self.points)[:, 0] for u in forms.units]
         self.schedule: Schedule = schedule(option.schedule if self.pp > 1 else "1f1b", self.pp, option.virtual, self.m)
-        counts: Array = forms.stages(self.pp * option.virtual, 1, even=regime.even)
+        counts: Array = forms.stages(self.pp * option.virtual, 1, cuts=regime.cuts)
         units = np.array([np.sum([counts[s] for s in self.schedule.stages_of(r)], axis=0) for r in range(self.pp)])
         self.stages, self.ranks = (Work(forms, hardware, table, regime, self.times, c) for c in (counts, units))
 

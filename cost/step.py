@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from autopar.cost.candidates import SCHEDULES, Candidates
-from autopar.cost.forms import POLICIES, Forms, UnitTimes
+from autopar.cost.forms import BACKWARD, FORWARD, POLICIES, Forms, UnitTimes
 from autopar.cost.hardware import Hardware
 from autopar.cost.polynomials import Array
 from autopar.cost.regime import Regime
@@ -83,7 +83,7 @@ class Group(Work):
     ) -> None:  # fmt: skip
         self.pp, self.virtual = int(candidates.sizes["pp"].flat[0]), int(candidates.virtual.flat[0])
         v = int(candidates.schedule.flat[0]) == SCHEDULES.index("zbv")
-        every = forms.stages(self.pp, self.virtual, v, regime.even)
+        every = forms.stages(self.pp, self.virtual, v, regime.cuts)
         counts, self.first, self.ranks = np.unique(every, axis=0, return_index=True, return_counts=True)
         times = times or times_of(forms, hardware, candidates)
         super().__init__(forms, hardware, candidates, regime, times, counts)
@@ -112,8 +112,10 @@ class Group(Work):
         bubble, update = self._bubble(each), self.update().max(axis=0)
         shown = {axis: m * of_slowest(rows) for axis, rows in exposed.items()}
         shown["dp"], shown["pp"] = shown["dp"] + late, self._sends(each)
-        seconds = m * each.max(axis=0) + bubble + shown["pp"] + late + update
-        return Steps(seconds, m * of_slowest(own), bubble, shown, update, self._memory(), *self._flops())
+        memory = self._memory()
+        over = reduce(np.add, memory.values()) > self.hardware.memory_bytes
+        seconds = m * (each.max(axis=0) + self.regime.retries * over) + bubble + shown["pp"] + late + update
+        return Steps(seconds, m * of_slowest(own), bubble, shown, update, memory, *self._flops())
 
     def _work(self) -> tuple[Array, dict[str, Array], Array]:
         """Seconds of one microbatch on each rank: its own, and of communication that nothing hides, by axis.
@@ -167,12 +169,28 @@ class Group(Work):
 
     def _held(self) -> dict[str, Array]:
         """Bytes of each rank by kind."""
-        last = self.spread(self.times[-1].rows)
-        work = np.where(self.ranked(self.counts[:, -1]) > 0, self.regime.workspace * last, 0.0)
-        work = work + self.regime.copies * self.most([t.weight for t in self.times[1:-1]])
+        work = self.regime.copies * self.most([t.matrices for t in self.times[1:-1]])
         held = {**self.states(), "gathered": self._gathered()}
-        work = work + self.dispatches() + self.regime.reserve
+        work = work + self._moment() + self.dispatches() + self.regime.reserve
         return {**held, "activations": self._activations(), "workspace": work}
+
+    def _moment(self) -> Array:
+        """What a backward needs besides, at the fuller of two moments: in the last unit, or in a block.
+
+        In the last unit: gradients of its widest product's result, input and factor; where rows were gathered, they and
+        their gradient are there whole. In a block nothing of the last unit is left, and what recomputation made is.
+        """
+        r, (result, taken) = self.regime, self.times[-1].rows
+        here = self.ranked(self.counts[:, -1]) > 0
+        whole = 1 + (self.c.sizes["tp"] > 1) * self.forms.family.sequence * (1 + 1 / self.c.sizes["tp"])
+        ends = self.spread(r.workspace * result + r.head * self.times[-1].weight)
+        ends = ends + r.inputs * self.spread(taken) * whole
+        blocks = self.times[1:-1]
+        wide, narrow = self.most([t.rows[0] for t in blocks]), self.most([t.rows[1] for t in blocks])
+        inside = np.where(self.c.recompute > 0, self.most([t.activations["none"] for t in blocks]), 0.0)
+        inside = inside + 2 * r.inputs * wide + r.inputs * narrow * whole
+        left = self.spread(self.times[-1].activations["none"])
+        return np.where(here, np.maximum(ends, inside - left), inside)
 
     def _gathered(self) -> Array:
         """Copies that a rank computes from: of all its units, at stage 3 of two of them."""
@@ -183,11 +201,28 @@ class Group(Work):
         return out
 
     def _activations(self) -> Array:
-        """Kept by the microbatches in flight, and one block's inside while it is computed again."""
+        """Kept by the microbatches in flight.
+
+        A stage's result is counted for its input, as equal; the first one has that of its first unit, too.
+        """
         policies = [self.on(lambda t, p=p: t.activations[p]) for p in POLICIES]
-        each = np.choose(self.c.recompute.astype(int)[None], policies) * self._in_flight()
-        inside = self.most([t.activations["none"] for t in self.times[1:-1]])
-        return each + np.where(self.c.recompute > 0, inside, 0.0)
+        rings = self.regime.ring * self.on(lambda t: t.heads[0]) * (self.c.sizes["cp"] > 1) * (self.c.recompute < 2)
+        sends = (self.counts[:, 0] > 0) & (self.counts[:, -1] == 0) & self.regime.released
+        sent = self.ranked(sends) * self.most([t.hidden for t in self.times[1:-1]])
+        each = np.choose(self.c.recompute.astype(int)[None], policies) + rings - sent + self._late()
+        return each * self._in_flight()
+
+    def _late(self) -> Array:
+        """What was gathered and is not let go of: where the host runs ahead, memory waits for other streams."""
+        if not self.regime.recorded:
+            return np.zeros(1)
+        ahead, device = reduce(np.add, self._ahead()), reduce(np.add, self._device())
+        for way in (FORWARD, BACKWARD):
+            device = device + self.on(lambda t, way=way: t.messages.get(("tp", way), 0.0)) * (
+                self.links.nodes("tp") == 1
+            )
+        gathered = self.on(lambda t: t.gathered) * (1 - 1 / self.c.sizes["tp"])
+        return self.regime.recorded * gathered * (ahead < device) * (self.c.recompute < 2)
 
     def _in_flight(self) -> Array:
         """Microbatches whose activations a rank holds at its fullest (arXiv:2205.05198, appendix B and C)."""

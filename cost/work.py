@@ -84,16 +84,30 @@ class Work:
         """A rank's own work on a microbatch, what recomputation repeats included.
 
         The host's work for an op stands beside it (``Hardware.host``), or runs ahead of the device (``Regime.host``),
-        which then waits for it. A backward has about twice as many ops.
+        which then waits for it.
         """
-        ops, inner, sent = self._launches()
+        device, ahead = self._device(), self._ahead()
+        return np.maximum(device[0], ahead[0]), np.maximum(device[1], ahead[1])
+
+    def _device(self) -> Ways:
+        """What a rank's device has to do. A backward has about twice as many ops."""
+        ops, inner, _ = self._launches()
         forward = self.on(lambda t: t.forward) + self.hardware.host * ops
         backward = self.on(lambda t: t.backward) + 2 * self.hardware.host * ops
         again = self.on(lambda t: t.again, self.inner) + self.hardware.host * inner
-        whole = self.on(lambda t: t.forward, self.inner) + self.hardware.host * inner
-        backward = backward + again * self.selective + whole * self.full
-        ahead = self.regime.host * (ops + sent / 3)
-        return np.maximum(forward, ahead), np.maximum(backward, ahead * (2 + self.full))
+        stop = 1.0 if self.regime.early else 0.0
+        whole = self.on(lambda t: t.forward - stop * t.tail, self.inner) + self.hardware.host * inner
+        return forward, backward + again * self.selective + whole * self.full
+
+    def _ahead(self) -> Ways:
+        """What its host has to do for that and for the tensor axis's messages."""
+        if not self.regime.host:
+            return np.zeros(1), np.zeros(1)
+        ops, _, sent = self._launches()
+        tp, pp = self.c.sizes["tp"], self.c.sizes["pp"]
+        slow = (tp > 1) & (pp > 1) & (pp * self.links.strides["pp"] > self.hardware.node)
+        ahead = self.regime.host * (ops + sent / 3) + self.regime.wait * slow * tp * sent / 3
+        return ahead, ahead * (2 + self.full)
 
     def _launches(self) -> tuple[Array, Array, Array]:
         """(ops of a forward, those of blocks alone, collectives of forward and backward) on each row."""
@@ -114,12 +128,21 @@ class Work:
             )
             forward = forward + self.on(lambda t, a=axis: t.once.get((a, FORWARD), 0.0)) / self.c.microbatches
             backward = self.on(lambda t, a=axis: t.messages.get((a, BACKWARD), 0.0)) + again * self.full
-            open_ = 1 - self.regime.hidden if axis == "tp" else 1.0
-            out[axis] = forward * open_, backward * open_
+            out[axis] = self._beside(forward, backward) if axis == "tp" else (forward, backward)
         if np.any(self.c.sizes["cp"] > 1):
             mine, context = out.get("cp", (0.0, 0.0)), self._context()
             out["cp"] = mine[0] + context[0], mine[1] + context[1]
         return out
+
+    def _beside(self, forward: Array, backward: Array) -> Ways:
+        """What of the tensor axis's messages hides neither behind products nor, in a node, in waits for the host."""
+        near, shares, out = self.links.nodes("tp") == 1, (self.regime.hidden, self.regime.behind), []
+        if not any(shares):
+            return forward, backward
+        for share, sent, own, ahead in zip(shares, (forward, backward), self._device(), self._ahead()):
+            hidden = np.minimum(share * sent, own)
+            out.append(np.maximum(0.0, sent - hidden - near * np.maximum(0.0, ahead - own)))
+        return out[0], out[1]
 
     def _context(self) -> Ways:
         """Ring: keys and values go round, backward with their gradients, behind the attention of each turn.
@@ -185,7 +208,8 @@ class Work:
         for group, elements in self.elements(self.inner if blocks else None).items():
             ways, share, stride = self.ways(group), self.share(group), self.links.nearest(axes_of(group))
             holds = np.array([group in t.parameters for t in self.times], dtype=float)
-            calls = np.maximum(1.0, self.ranked(counts @ holds)) if self.regime.engine else np.ones(1)
+            calls = self.ranked(counts @ holds) if self.regime.engine else elements * width / self.regime.bucket
+            calls = np.maximum(1.0, calls)
             whole = elements * width / calls
             seconds = calls * collective_seconds(self.hardware, collective, whole, share, stride)
             if collective != "all_gather":

@@ -3,7 +3,7 @@
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,18 @@ class Tier:
         efficiency: share of ``bandwidth`` that each collective reaches for large messages.
         latency: seconds for each step of a collective.
         base: seconds for starting a collective.
+        steps: seconds for each step of those collectives whose steps take another time.
     """
 
     bandwidth: float
     efficiency: Mapping[str, float]
     latency: float
     base: float
+    steps: Mapping[str, float] = field(default_factory=dict)
+
+    def step(self, collective: str) -> float:
+        """Seconds for a step of ``collective``."""
+        return self.steps.get(collective, self.latency)
 
     def rate(self, collective: str) -> float:
         """Bytes per second and rank that ``collective`` reaches; entry ``other`` serves those not named."""
@@ -172,7 +178,8 @@ def _tier(raw: Mapping[str, Any]) -> Tier:
     efficiency = {name: _number(entry) for name, entry in raw["efficiency"].items()}
     if "other" not in efficiency:
         raise KeyError("efficiency.other")
-    return Tier(_number(raw["bandwidth"]), efficiency, _number(raw["latency"]), _number(raw["base"]))
+    steps = {name: _number(entry) for name, entry in raw.get("steps", {}).items()}
+    return Tier(_number(raw["bandwidth"]), efficiency, _number(raw["latency"]), _number(raw["base"]), steps)
 
 
 def _build(name: str, raw: Mapping[str, Any]) -> Hardware:

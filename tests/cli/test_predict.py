@@ -8,7 +8,7 @@ import pytest
 from autopar.cli.main import main
 from autopar.cost.regime import FSDP, MEGATRON, NANOTRON
 from autopar.errors import AutoparError
-from autopar.predict import machine_of, regime_of
+from autopar.predict import Predictor, machine_of, regime_of
 from autopar.presets.numbers import numbers
 
 ROW = {
@@ -54,7 +54,7 @@ def test_the_framework_says_how_states_are_held(framework, regime):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "name"), [("H100-SXM-80GB (8 per node, EFA)", "h100"), ("a100_40gb", "a100-80g"), ("GB200", "gb200")]
+    ("gpu", "name"), [("H100-SXM-80GB (8 per node, EFA)", "h100-efa"), ("a100_40gb", "a100-80g"), ("GB200", "gb200")]
 )
 def test_the_gpu_names_a_profile(gpu, name):
     assert machine_of({"gpu": gpu}).name == name
@@ -94,7 +94,12 @@ def test_a_gpu_without_a_profile_is_refused(gpu):
 
 @pytest.mark.parametrize(
     ("gpu", "profile"),
-    [("A100-SXM-80GB", "a100-80g"), ("H100-SXM-80GB (8 per node, EFA)", "h100"), ("GB200", "gb200"), ("H800", "h800")],
+    [
+        ("A100-SXM-80GB", "a100-80g"),
+        ("H100-SXM-80GB (8 per node, EFA)", "h100-efa"),
+        ("GB200", "gb200"),
+        ("H800", "h800"),
+    ],
 )
 def test_a_gpu_is_known_by_its_words(gpu, profile):
     assert machine_of({"gpu": gpu}).name == profile
@@ -103,3 +108,61 @@ def test_a_gpu_is_known_by_its_words(gpu, profile):
 def test_a_variant_has_the_memory_that_its_name_says():
     assert machine_of({"gpu": "a100_40gb"}).memory_bytes == 40e9
     assert machine_of({"gpu": "a100_80gb"}).memory_bytes == machine_of({"gpu": "A100"}).memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [("8xH100", "h100"), ("NVIDIA H100 80GB HBM3 (EFA)", "h100-efa"), ("H100SXM5", "h100"), ("B200-SXM-180GB", "b200")],
+)
+def test_spellings_of_a_gpu(gpu, name):
+    assert machine_of({"gpu": gpu}).name == name
+
+
+def test_variants_of_a_gpu_have_their_own_memory():
+    small, large = machine_of({"gpu": "a100_40gb"}), machine_of({"gpu": "a100_80gb"})
+    assert (small.memory_bytes, large.memory_bytes) == (40e9, 80e9)
+    assert small.memory_bandwidth == 1.555e12 < large.memory_bandwidth
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"mbs": "0"}, {"tp": "-1"}, {"pp": "1.5"}, {"seq_len": "abc"}, {"n_layers": "nan"}, {"gpus_per_node": "0"}],
+)
+def test_what_is_no_count_is_named(change):
+    found = Predictor().predict({**ROW, **change})
+    assert "[bad-number]" in found["pred_error"] and next(iter(change)) in found["pred_error"]
+
+
+def test_columns_that_are_missing_or_none_take_defaults():
+    short = {k: v for k, v in ROW.items() if k not in ("recompute", "precision", "framework", "sp")}
+    found = Predictor().predict({**short, "recompute": None, None: ["more"]})
+    assert not found["pred_error"] and found == Predictor().predict({**short, "recompute": "none"})
+
+
+def test_a_model_that_a_preset_has_needs_no_numbers():
+    fields = numbers({"model": "DeepSeek-V3(4 layers, 1 dense)", "arch": "moe-mla", "n_layers": "4"})
+    assert (fields["num_hidden_layers"], fields["first_k_dense_replace"]) == (4, 1)
+    assert fields["hidden_size"] == 7168 and "architectures" not in fields
+    assert numbers({"model": "Llama3-8B"})["num_hidden_layers"] == 32
+    with pytest.raises(AutoparError) as error:
+        numbers({"model": "DeepSeek-V9(4 layers)", "n_layers": "4"})
+    assert error.value.slug == "missing-architecture"
+
+
+def test_megatron_holds_what_its_sources_allocate():
+    """Published: 28.29 GiB (SimuMax docs/b200 @4dcaae5, Llama3-70B of 12 layers on tp=8)."""
+    row = {
+        **ROW, "n_layers": "12", "hidden": "8192", "ffn_hidden": "28672", "heads": "64", "kv_heads": "8",
+        "vocab": "128256", "seq_len": "4096", "gpu": "B200-SXM-180GB", "tp": "8", "pp": "1", "dp": "1", "mbs": "1",
+        "gbs": "4",
+    }  # fmt: skip
+    assert float(Predictor().predict(row)["pred_peak_mem_gb"]) == pytest.approx(28.29, rel=2e-3)
+
+
+def test_tensor_collectives_wait_where_stages_lie_on_several_nodes():
+    row = {**ROW, "framework": "nanotron", "gpu": "H100 (EFA)", "tp": "2", "pp": "2", "mbs": "1", "gbs": "16"}
+    near, far = (
+        float(Predictor().predict({**row, "dp": dp, "gbs": gbs, "gpus_per_node": "8"})["pred_iter_time_s"])
+        for dp, gbs in (("2", "16"), ("4", "32"))
+    )
+    assert far > 1.5 * near

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.cost import coupled
-from autopar.cost.balance import Balance, Unit, at_names, balance
+from autopar.cost.balance import Balance, Unit, at_names, balance, filled_starts
 from autopar.cost.schedule import Schedule, schedule
 from autopar.cost.timeline import simulate
 from autopar.errors import AutoparError
@@ -165,3 +165,12 @@ def test_times_of_the_stages_go_to_the_simulator() -> None:
     assert sum(times.forward) == pytest.approx(9.1) and sum(times.weight) == pytest.approx(9.1)
     assert sum(times.input) == pytest.approx(9.0)
     assert simulate(found.schedule, times).seconds > 8 * max(found.seconds)
+
+
+def test_stages_that_are_filled_one_by_one() -> None:
+    """20 units of work on 2, 4 and 8 stages, the last of which is worth 4: as nanotron's runs of 16 layers show."""
+    costs = (0.0, *(1.0,) * 16, 4.0)
+    assert filled_starts(costs, 2) == (0, 11)
+    assert filled_starts(costs, 4) == (0, 6, 11, 16)
+    assert filled_starts(costs, 8)[:4] == (0, 4, 6, 9)
+    assert filled_starts((1.0, 1.0), 4) == (0, 1, 2, 2)

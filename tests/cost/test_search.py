@@ -41,9 +41,10 @@ def plans(forms):
     return planned(forms, MACHINE, Space(16, 8, 64, 128), Regime(), 10)
 
 
+@pytest.mark.parametrize("name", ["h100", "h100-efa"])
 @pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
-def test_links_in_arrays_are_those_of_one_link(collective):
-    machine = profiles.load("h100")
+def test_links_in_arrays_are_those_of_one_link(collective, name):
+    machine = profiles.load(name)
     for ways, stride in itertools.product((1, 2, 4, 8, 16, 64), (1, 2, 8, 16)):
         link = link_between(machine, ways, stride)
         expected = one_link(collective, 1e9, ways, link)
