@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from autopar.auto import decided, wants
 from autopar.checkpoint.live import Peers
@@ -75,6 +76,7 @@ def parallelize(
         AutoparError: with a slug, before any collective but an exchange of hashes and row counts.
     """
     decision = None
+    _check_model(model)
     if wants(strategy):
         decision, (args, kwargs) = decided(model, mesh, example_of(model, args, kwargs), str(strategy), loss)
         mesh = mesh if isinstance(mesh, DeviceMesh) and mesh.ndim > 1 else decision.mesh
@@ -114,6 +116,18 @@ def parallelize(
     if example is None:
         return Deferred(build, model.training, settings_of(model))
     return build(*example)
+
+
+def _check_model(model: nn.Module) -> None:
+    """Raises AutoparError ``wrapped-model`` for what is no plain model: wrapped, scripted or parallel already."""
+    kind = type(model).__name__
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise AutoparError("wrapped-model", f"{kind} shares out rows itself", "pass the model inside, its .module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise AutoparError("wrapped-model", f"{kind} is a compiled program", "pass the module that it was made of")
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        why = f"parameters of {kind} are DTensors: the model is parallel already"
+        raise AutoparError("wrapped-model", why, "pass the model as it was before parallelize, fully_shard or the like")
 
 
 def _tensors(

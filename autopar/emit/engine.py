@@ -60,6 +60,20 @@ class Engine:
             self.pending = None
             if not self.sync:
                 self._set_sync(False)
+        self._check_hooks()
+
+    def _check_hooks(self) -> None:
+        """Raises AutoparError ``gradient-hook`` for hooks that the engine, which sums gradients, does not call."""
+        for unit in self.units:
+            for group in unit._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
+                for param in group.fsdp_params:
+                    if param.sharded_param._backward_hooks:
+                        raise AutoparError(
+                            "gradient-hook",
+                            f"{param._module_info.param_name}: a hook of register_hook on a parameter whose gradient is"
+                            " summed over data ranks is never called",
+                            "use register_post_accumulate_grad_hook, or change .grad before the optimizer's step",
+                        )
 
     @contextmanager
     def forward(self, keep: bool = False) -> Iterator[None]:

@@ -300,3 +300,36 @@ def test_the_largest_of_all_rows_is_not_known_to_microbatches() -> None:
     with pytest.raises(AutoparError) as raised:
         autopar.parallelize(Highest(), "dp=1", args=(torch.ones(4, 4),), strategy="microbatches=2")
     assert raised.value.slug == "batch-coupled-loss"
+
+
+def parts(wrapped: str) -> None:
+    model: Any = seeded(Mlp)
+    if wrapped == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    elif wrapped == "script":
+        model = torch.jit.script(nn.Linear(WIDTH, WIDTH))
+    pm = autopar.parallelize(model, "dp=2", args=(features(*X),), loss=squares)
+    if wrapped == "twice":
+        autopar.parallelize(pm, "dp=2", args=(features(*X),), loss=squares)
+    if wrapped == "hook":
+        next(pm.parameters()).register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
+        pm.train_step(features(*X))
+        assert not next(iter(pm.full_gradients().values())).any()
+        next(pm.parameters()).register_hook(lambda grad: grad * 2)
+    pm.train_step(features(*X))
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "slug"),
+    [("ddp", "wrapped-model"), ("script", "wrapped-model"), ("twice", "wrapped-model"), ("hook", "gradient-hook")],
+)
+def test_what_the_engines_would_not_see(ranks: Ranks, wrapped: str, slug: str) -> None:
+    ranks.refused(2, slug, parts, wrapped)
+
+
+def test_a_layer_is_not_called_by_itself() -> None:
+    model = nn.Sequential(*(seeded(Mlp) for _ in range(3)))
+    pm = autopar.parallelize(model, "dp=1", args=(features(*X),), loss=squares)
+    with pytest.raises(AutoparError) as caught:
+        pm[0](features(*X))
+    assert caught.value.slug == "part-called"
