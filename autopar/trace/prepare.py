@@ -2,6 +2,7 @@
 
 import io
 import logging
+import math
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr
@@ -36,6 +37,7 @@ def prepared(
         stack.enter_context(plain_modes())
         stack.enter_context(_cumulative_norms(model))
         stack.enter_context(_unchecked_distributions())
+        stack.enter_context(_unchecked_losses())
         yield stack.enter_context(single_nodes(model, dense))
 
 
@@ -131,6 +133,40 @@ def _unchecked_distributions() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(saved)
+
+
+@contextmanager
+def _unchecked_losses() -> Iterator[None]:
+    """The Gaussian loss without its look at the signs of variances, which a trace does not have."""
+    saved = F.gaussian_nll_loss
+    try:
+        F.gaussian_nll_loss = partial(_gaussian, saved)
+        yield
+    finally:
+        F.gaussian_nll_loss = saved
+
+
+def _gaussian(
+    checked: Callable[..., Tensor],
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    """``checked`` as if no variance were negative; gradients pass where one is raised to ``eps``."""
+    if not isinstance(var, Tensor):
+        return checked(input, target, var, full, eps, reduction)
+    shape = (*var.shape, 1) if input.shape[:-1] == var.shape and var.shape != input.shape else var.shape
+    if len(shape) != input.ndim or sum(a != b for a, b in zip(shape, input.shape)) > 1:
+        raise ValueError("var is of incorrect size")
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not valid")
+    var = var.view(shape) + (var.detach().clamp(min=eps) - var.detach()).view(shape)
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
 @contextmanager

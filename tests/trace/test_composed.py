@@ -25,6 +25,10 @@ FORMS = {
     "glu": lambda x: F.glu(x, 1),
     "masked write": _masked,
     "windows": lambda x: x.unfold(1, 3, 3) * torch.arange(3),
+    "gaussian_nll_loss": lambda x: F.gaussian_nll_loss(x, x.flip(0), x.detach() ** 2 + 0.1 * x**2, full=True),
+    "gaussian_nll_loss of one variance a row": lambda x: nn.GaussianNLLLoss(reduction="sum", eps=1.0)(
+        x, x.flip(0), x.pow(2).mean(1)
+    ),
     "circular pad": lambda x: F.pad(x[None], (2, 1), mode="circular"),
 }
 
