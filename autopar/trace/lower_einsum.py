@@ -46,9 +46,15 @@ def _product(b: Builder, names: tuple[str, str, str], x: fx.Node, y: fx.Node) ->
     rows = [n for n in (left if ready else out) if n in left and n not in right]
     first = b.permute(x, [left.index(n) for n in (*batch, *rows, summed)])
     second = b.permute(y, [right.index(n) for n in (*batch, summed, out[-1])])
+    if not rows:
+        size = shape(first)
+        first = b.reshape(first, (*size[:-1], 1, size[-1]))
     if len(rows) > 1:
         size = shape(second)
         second = b.reshape(second, (*size[: len(batch)], *(1 for _ in rows[1:]), *size[len(batch) :]))
     made = b.emit(aten.matmul.default, first, second)
+    if not rows:
+        size = shape(made)
+        made = b.reshape(made, (*size[:-2], size[-1]))
     order = [*batch, *rows, out[-1]]
     return b.permute(made, [order.index(n) for n in out])

@@ -29,6 +29,12 @@ FORMS = {
     "gaussian_nll_loss of one variance a row": lambda x: nn.GaussianNLLLoss(reduction="sum", eps=1.0)(
         x, x.flip(0), x.pow(2).mean(1)
     ),
+    "einsum with a single row": lambda x: torch.einsum(
+        "bse,besd->bsd", x.view(2, 3, 6), x.sin().view(2, 1, 3, 6).expand(2, 6, 3, 6)
+    ),
+    "einsum of one query": lambda x: torch.einsum(
+        "bhd,bhkd->bhk", x.view(2, 3, 6), x.sin().view(2, 3, 1, 6).expand(2, 3, 4, 6)
+    ),
     "circular pad": lambda x: F.pad(x[None], (2, 1), mode="circular"),
 }
 
