@@ -30,8 +30,11 @@ COLUMNS = (
     "pred_iter_time_s", "pred_tokens_per_s_per_gpu", "pred_model_tflops_per_gpu", "pred_mfu_pct",
     "pred_hw_tflops_per_gpu", "pred_peak_mem_gb", "pred_bubble_rate", "pred_error",
 )  # fmt: skip
-BANDWIDTHS = {("a100-80g", 40): 1.555e12, ("h100", 96): 2.4e12}
-"""Bytes per second of a profile's variant with so many GB: NVIDIA A100 datasheet; H100 with HBM2e, as torchtitan's."""
+VARIANTS = {("a100-80g", 40): (1.555e12, 1.0), ("h100", 96): (2.4e12, 0.886)}
+"""Bytes per second of a profile's variant with so many GB, and what its products reach of the profile's efficiency.
+
+NVIDIA's A100 datasheet; the H100 with HBM2e and 500 W of arXiv:2410.06511, whose peak a row of its table 1 tells.
+"""
 
 
 def model_of(row: Row) -> nn.Module:
@@ -57,9 +60,13 @@ def machine_of(row: Row) -> Hardware:
     known = load(found)
     sizes = [float(word.rstrip("gib")) * 1e9 for word in said if re.fullmatch(r"\d+gi?b", word)]
     other = next((n for n in sizes if abs(n - known.memory_bytes) > 0.15 * known.memory_bytes), known.memory_bytes)
-    rate = BANDWIDTHS.get((found, round(other / 1e9)), known.memory_bandwidth)
+    rate, share = VARIANTS.get((found, round(other / 1e9)), (known.memory_bandwidth, 1.0))
     node = int(count(row, "gpus_per_node", known.node))
-    return replace(known, memory_bytes=other, memory_bandwidth=rate, node=node)
+    forward, backward = known.attention_efficiency
+    return replace(
+        known, memory_bytes=other, memory_bandwidth=rate, node=node, matmul_efficiency=share * known.matmul_efficiency,
+        attention_efficiency=(share * forward, share * backward),
+    )  # fmt: skip
 
 
 def regime_of(row: Row) -> Regime:
@@ -69,6 +76,7 @@ def regime_of(row: Row) -> Regime:
         return NANOTRON
     if "fsdp" in framework or "torchtitan" in framework:
         known = COMPOSER if "composer" in framework else FSDP
+        known = replace(known, fused=row.get("compile", "").lower() in ("1", "true", "yes"))
         pure = "pure" in precision
         return replace(known, widths=Widths(2, 2, 4), reduce_width=2, update=14.0) if pure else known
     return MEGATRON

@@ -166,3 +166,9 @@ def test_tensor_collectives_wait_where_stages_lie_on_several_nodes():
         for dp, gbs in (("2", "16"), ("4", "32"))
     )
     assert far > 1.5 * near
+
+
+def test_a_compiled_model_runs_fused_kernels():
+    row = {**ROW, "framework": "torchtitan FSDP2", "tp": "1", "pp": "1", "dp": "8", "seq_len": "4096"}
+    eager, compiled = (float(Predictor().predict({**row, "compile": c})["pred_iter_time_s"]) for c in ("0", "1"))
+    assert compiled < 0.9 * eager

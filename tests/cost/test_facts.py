@@ -53,7 +53,7 @@ def pipeline(p: int, m: int, schedule: str, virtual: int = 1, backward: float = 
         "virtual": virtual, "offload": 0, "ulysses": 0,
     }.items()}  # fmt: skip
     sizes = {a: np.array([float(n)]) for a, n in {"pp": p, "dp": 1, "ep": 1, "cp": 1, "tp": 1}.items()}
-    found = steps(Forms(made), load("h100"), Candidates(sizes, positions=1.0, **column), Regime(even=True))
+    found = steps(Forms(made), load("h100"), Candidates(sizes, positions=1.0, **column), Regime(cuts="even"))
     ideal = m * (48 / p) * (1 + backward) * 1e11 / (load("h100").memory_bandwidth * load("h100").memory_efficiency)
     return found, ideal
 
