@@ -78,7 +78,7 @@ def price(
         total.add(_bill(graph, shapes, sizes, links, hardware, training), len(program.calls_of(name)) if name else 1)
     dtype = _dtype(program)
     if training:
-        _gradient_sum(total, program, sizes, links, zero or Stage())
+        _gradient_sum(total, program, sizes, links, hardware, zero or Stage())
     return Price(
         hardware=hardware.name,
         mesh=str(program.mesh),
@@ -242,7 +242,9 @@ def _summed_over(program: Program, param: Param) -> str:
     return "+".join(a for a in program.mesh.summed_axes if layout.get(a, R) == R)
 
 
-def _gradient_sum(bill: _Bill, program: Program, sizes: Sizes, links: Mapping[str, Link], zero: Stage) -> None:
+def _gradient_sum(
+    bill: _Bill, program: Program, sizes: Sizes, links: Mapping[str, Link], hardware: Hardware, zero: Stage
+) -> None:  # fmt: skip
     """The engine's collectives, one for all parameters with the same data axes: 2Ψ(N-1)/N at stage 0.
 
     Buckets add latency only. At stages that gather, frozen parameters are left out.
@@ -258,9 +260,12 @@ def _gradient_sum(bill: _Bill, program: Program, sizes: Sizes, links: Mapping[st
         if not axes or ways == 1:
             continue
         for collective, when, whole, copies in zero.sent(inner, outer, width):
-            own = ways if zero.shard is None else ways / zero.shard if copies else zero.shard
+            own, link = ways, links[axes]
+            if zero.shard is not None:
+                own = ways / zero.shard if copies else zero.shard
+                link = communication.shard_link(hardware, program.mesh, axes.split("+"), zero.shard, copies)
             sent = communication.collective_bytes(collective, whole, own)
-            seconds = communication.collective_seconds(collective, whole, own, links[axes])
+            seconds = communication.collective_seconds(collective, whole, own, link)
             bill.send((axes, str(collective), when), 1, sent, seconds)
 
 

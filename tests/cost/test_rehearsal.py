@@ -84,12 +84,6 @@ def test_a_message_between_stages_costs_what_the_pipeline_pass_takes_it_for(mesh
     assert float(links_of.send_seconds(machine, 1e6, across)[0]) == pytest.approx(seconds)
 
 
-def test_data_ranks_are_as_far_apart_as_the_axes_that_have_several():
-    axes = {"pp": 1, "dp": 8, "ep": 1, "cp": 1, "tp": 2}
-    links = Links.placed(profile("h100"), {a: np.array([float(n)]) for a, n in axes.items()}, ("dp", "ep", "tp", "cp"))
-    assert links.nearest(("dp", "cp"))[0] == 2.0 and links.strides["cp"][0] == 1.0
-
-
 def test_a_moment_holds_no_more_than_everything(steps):
     for plan, step in steps.values():
         kept, found = plan.option.memory, step.option.memory
