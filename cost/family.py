@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import sympy
 from torch import fx
 
-from autopar.cost import communication, experts
-from autopar.cost.closed import Family, Kernel, Message, Unit
+from autopar.cost import communication, copies, experts
+from autopar.cost.closed import Copies, Family, Kernel, Message, Unit
 from autopar.cost.compute import Shapes, Value, bound, differentiable
 from autopar.cost.keep import FIRST, LAST, gathers, keeps
 from autopar.cost.kernels import kernels
@@ -88,7 +88,8 @@ def family(
 
     Args:
         sequence: whether positions are sharded over tp. fused: whether pointwise chains are one kernel each.
-        regather: whether activations that were gathered are kept as shards and gathered again in the backward.
+        regather: whether activations that were gathered are kept as shards and gathered again in the backward; systems
+            that do so have positions as the leading dim, and no copies beside their collectives.
         parts: whether a step can run in microbatches.
     """
     shapes = symbolic_shapes(primes)
@@ -155,6 +156,7 @@ def _unit(
     given = _of_inputs(runs[-1][0])
     count: dict[Kernel, float] = defaultdict(int)
     messages: dict[Message, float] = defaultdict(int)
+    copied: dict[Copies, float] = defaultdict(int)
     heads: list[Number] = [0, 0]
     for graph, nodes, times in runs:
         for node, kernel in kernels(graph, shapes, fused) if nodes else ():
@@ -162,14 +164,17 @@ def _unit(
         for node in nodes:
             for message in (*_messages(node, shapes, regather), *_travels(node, shapes)):
                 messages[replace(message, given=node in given)] += times
+            for copy in () if regather else _copies(node, shapes):
+                copied[copy] += times
             if node.target is ops.attention:
                 heads[0] += times * _bytes(node, "q", shapes)
                 heads[1] += times * sum(_bytes(node, a, shapes) for a in "kv")
     work = tuple((times, kernel) for kernel, times in count.items() if times)
     sent = tuple(sorted((replace(m, calls=n) for m, n in messages.items()), key=str))
+    passed = tuple(sorted((replace(c, calls=n) for c, n in copied.items()), key=str))
     held = {name: kept[name] for name in ("none", "selective", "full", "again", "sent", "transient", "alone")}
     rows = experts.dispatches((n for _, nodes, _ in runs for n in nodes), shapes)
-    return Unit(name, calls, work, sent, parameters, held, kept["hidden"], (heads[0], heads[1]), rows)
+    return Unit(name, calls, work, sent, parameters, held, kept["hidden"], (heads[0], heads[1]), rows, passed)
 
 
 def _of_inputs(outer: fx.Graph) -> set[fx.Node]:
@@ -193,17 +198,31 @@ def _messages(node: fx.Node, shapes: Shapes, regather: bool) -> Iterator[Message
     """The collectives of a conversion, of the value that is whole on its axis; none of other nodes."""
     if node.target is not ops.convert:
         return
-    args = bound(node)
-    axis, value = args["axis"], shapes(node)[0]
-    assert value is not None
-    whole: Number = value.bytes
-    if isinstance(args["dst"], Shard):
-        whole = whole * AXES[axis]
+    args, whole = bound(node), _whole(node, shapes).bytes
+    axis = args["axis"]
     for collective, when in zip(communication.collectives(args["src"], args["dst"]), (FORWARD, BACKWARD)):
         if collective is not None and (when == FORWARD or differentiable(node)):
             yield Message(axis, collective, when, whole)
     if regather and gathers(node) and differentiable(node):
         yield Message(axis, "all_gather", BACKWARD, whole, again=True)
+
+
+def _copies(node: fx.Node, shapes: Shapes) -> Iterator[Copies]:
+    """What a conversion copies; nothing of other nodes."""
+    if node.target is ops.convert:
+        axis = bound(node)["axis"]
+        for when, copy in copies.of_node(node, _whole(node, shapes), AXES[axis]):
+            yield Copies(axis, when, copy.bytes, copy.major)
+
+
+def _whole(node: fx.Node, shapes: Shapes) -> Value:
+    """The value of a conversion, whole on its axis."""
+    args, value = bound(node), shapes(node)[0]
+    assert value is not None
+    dst, shape = args["dst"], list(value.shape)
+    if isinstance(dst, Shard):
+        shape[dst.dim] = shape[dst.dim] * AXES[args["axis"]]
+    return Value(tuple(shape), value.dtype)
 
 
 def _travels(node: fx.Node, shapes: Shapes) -> Iterator[Message]:
@@ -249,7 +268,10 @@ def _tied(program: Program, primes: Primes, sides: dict[fx.Node, str]) -> Number
 
 
 def _divisors(program: Program) -> dict[str, frozenset[int]]:
-    """By axis, the lengths of parameters' dims that it cut in equal parts."""
+    """By axis, the lengths of parameters' dims that it cut in equal parts, and of tp the heads of every attention.
+
+    Tensor parallelism refuses heads that do not divide, also where the example's prices left them whole.
+    """
     out: dict[str, set[int]] = defaultdict(set)
     for param in program.params.values():
         for axis, shard in (param.layout or Layout()).shards():
@@ -258,9 +280,11 @@ def _divisors(program: Program) -> dict[str, frozenset[int]]:
         for node in graph.nodes:
             for name in ("q", "k") if node.target is ops.attention else ():
                 heads = bound(node)[name]
+                shape = specs(heads)[0].shape  # type: ignore[union-attr]
+                out["tp"] |= {shape[-3]} if name == "q" and len(shape) > 2 else set()
                 for axis, shard in layouts(heads)[0].shards():
                     if shard.dim == 1:
-                        out[axis].add(specs(heads)[0].shape[1])  # type: ignore[union-attr]
+                        out[axis].add(shape[1])
     for axis in program.mesh.data_axes:
         out.pop(axis, None) if axis == "dp" else None
     return {axis: frozenset(n) for axis, n in out.items()}

@@ -25,8 +25,8 @@ class UnitTimes:
     """Seconds and bytes of one call of a unit for each point of a grid.
 
     Args:
-        forward, backward: seconds of compute. again: forward seconds of what selective recomputation repeats.
-        tail: forward seconds of its last product.
+        forward, backward: seconds of compute, copies of conversions included. again: forward seconds of what selective
+            recomputation repeats. tail: forward seconds of its last product.
         messages: exposed seconds by (axis, part of the step). flops: of matmuls and attention, (forward, backward).
         activations: bytes by policy of recomputation. hidden: bytes passed on.
         heads: bytes of (queries, keys and values). parameters: elements by data axes.
@@ -144,6 +144,10 @@ class UnitForms:
         return Polynomials.of([m.bytes for m in self.unit.messages])
 
     @cached_property
+    def _copies(self) -> Polynomials:
+        return Polynomials.of([e for c in self.unit.copies for e in (c.bytes, c.major)])
+
+    @cached_property
     def _held(self) -> Polynomials:
         u = self.unit
         held = (*(u.activations[p] for p in POLICIES), u.hidden, *u.heads)
@@ -171,6 +175,8 @@ class UnitForms:
             turns = points["cp"] if kernel.kind == "attention" else 1
             flops[0] += times * row[0] * turns
             flops[1] += times * row[1] * turns
+        copied = self._copied(points, links, hardware)
+        forward, backward = forward + copied[FORWARD], backward + copied[BACKWARD]
         held = self._held(points)
         sent = self._sent(points, links)
         kept, elements = held[:6], dict(zip(self.unit.parameters, held[6:]))
@@ -185,6 +191,16 @@ class UnitForms:
         """Bytes of values that are gathered a second time."""
         again = np.array([m.calls * m.again for m in self.unit.messages])
         return again @ self._messages(points) if again.any() else np.zeros(1)
+
+    def _copied(self, points: Points, links: Links, hardware: Hardware) -> dict[str, Any]:
+        """Seconds of what conversions copy, by part of the step."""
+        out: dict[str, Any] = {FORWARD: 0.0, BACKWARD: 0.0}
+        rate = hardware.memory_bandwidth * hardware.memory_efficiency
+        rows = self._copies(points)
+        for copy, moved, major in zip(self.unit.copies, rows[::2], rows[1::2]):
+            done = (links.axes[copy.axis] > 1) & (major != 1)
+            out[copy.when] = out[copy.when] + np.where(done, copy.calls * moved / rate, 0.0)
+        return out
 
     def _sent(self, points: Points, links: Links) -> tuple[dict[tuple[str, str], Array], dict[tuple[str, str], Array]]:
         """Seconds of what each microbatch sends, and of what is sent once in a step."""

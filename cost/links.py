@@ -86,6 +86,14 @@ def send_seconds(hardware: Hardware, count: Any, across: Any) -> Array:
     return np.where(across, outer, inner)
 
 
+def exchange_copies(sent: Any, rows: Any) -> Any:
+    """Bytes that a rank moves for all-to-alls of ``sent`` of its own bytes that exchange heads and positions.
+
+    Before and behind each (``cost.copies``), one of them where there are several ``rows`` alone.
+    """
+    return 2 * sent * (1 + (rows > 1))
+
+
 def ring_sums(queries: Any, ways: Any) -> Any:
     """Bytes that a ring moves on each way to add up what its turns give: sums in float32, and a result.
 

@@ -12,7 +12,7 @@ import numpy as np
 from autopar.cost.candidates import Candidates
 from autopar.cost.forms import BACKWARD, FORWARD, Forms, UnitTimes
 from autopar.cost.hardware import Hardware
-from autopar.cost.links import Links, collective_seconds, common, ring_sums, send_seconds
+from autopar.cost.links import Links, collective_seconds, common, exchange_copies, ring_sums, send_seconds
 from autopar.cost.polynomials import Array, Polynomials
 from autopar.cost.regime import Regime
 
@@ -152,10 +152,12 @@ class Work:
         cp, near = self.c.sizes["cp"], self.links.inside(("cp",))
         layers = [sum(n for n, k in u.unit.kernels if k.kind == "attention") for u in self.forms.units]
         calls = np.maximum(1e-9, self.ranked(self.counts @ np.array(layers, dtype=float)))
+        rows = self.c.rows
         merge = ring_sums(self.on(lambda t: t.heads[0]), cp) / self.rate
         out = []
-        for way, (rows, blocks) in enumerate(zip(self.exchanged(), self.turned())):
-            ulysses = 4 * calls * collective_seconds(self.hardware, "all_to_all", rows / 4 / calls, cp, near)
+        for way, (whole, blocks) in enumerate(zip(self.exchanged(), self.turned())):
+            ulysses = 4 * calls * collective_seconds(self.hardware, "all_to_all", whole / 4 / calls, cp, near)
+            ulysses = ulysses + exchange_copies(whole / cp, rows) / self.rate
             ring = calls * collective_seconds(self.hardware, "all_gather", blocks / calls, cp, near)
             open_ = self._open(ring, self.on(lambda t, way=way: t.attention[way]))
             out.append(np.where(self.c.ulysses == 1, ulysses, open_ + merge))
