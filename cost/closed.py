@@ -49,6 +49,8 @@ class Copies:
     Args:
         bytes: read and written, wherever the axis has several ranks. major: elements of the dims before the one that is
             shared out, with one of which nothing is copied. calls: how often a call of the unit does so.
+        context: whether only with several ranks along cp, which hold positions in two runs, or only without; None where
+            that does not matter.
     """
 
     axis: str
@@ -56,6 +58,7 @@ class Copies:
     bytes: "Expression"
     major: "Expression"
     calls: float = 1
+    context: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ A gather along another dim is followed by a copy that puts its chunks in their p
 slice of another dim is copied, so that it does not keep the whole alive (``runtime.collectives``).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -66,11 +66,13 @@ def copies(
     return forward, backward
 
 
-def of_node(node: fx.Node, whole: Value, ways: Number) -> Iterator[tuple[str, Copy]]:
-    """(part of the step, copy) of the conversion at ``node``."""
+def of_node(
+    node: fx.Node, whole: Value, ways: Number, see: Callable[[Type], Type] = lambda kind: kind
+) -> Iterator[tuple[str, Copy]]:
+    """(part of the step, copy) of the conversion at ``node``, whose ends are as ``see`` sees them."""
     args = bound(node)
     others = layouts(node)[0].having(args["axis"], I)
-    for when, made in zip((FORWARD, BACKWARD), copies(args["src"], args["dst"], whole, ways, others)):
+    for when, made in zip((FORWARD, BACKWARD), copies(see(args["src"]), see(args["dst"]), whole, ways, others)):
         if when == FORWARD or differentiable(node):
             yield from ((when, copy) for copy in made)
 
@@ -103,7 +105,7 @@ def _of(step: str, shard: Shard, whole: Value, ways: Number) -> tuple[Copy, ...]
 
 
 def _exchange(src: Shard, dst: Shard, whole: Value, ways: Number) -> Iterator[Copy]:
-    """What stands before and behind an all-to-all. Shares that are no runs are put into one row, and taken out of it."""
+    """What stands before and behind an all-to-all. Shares that are no runs are put into one row and taken out again."""
     moved, rows = ratio(2 * whole.bytes, ways), not (_run(src) and _run(dst))
     yield Copy(moved, _major(dst, _cut(whole, src, ways)))
     if rows:

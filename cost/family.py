@@ -23,7 +23,7 @@ from autopar.cost.shares import layouts, local_value
 from autopar.cost.symbols import Number, axis_sizes, product, ratio
 from autopar.errors import AutoparError
 from autopar.ir import ops
-from autopar.ir.layout import I, Layout, R, Shard
+from autopar.ir.layout import I, Layout, R, Shard, Type
 from autopar.ir.mesh import KNOWN_AXES
 from autopar.ir.program import Program, Spec, specs
 
@@ -97,8 +97,9 @@ def family(
     sides = sides_of(program)
     kept = keeps(program, shapes, sides, fused, regather)
     parameters = _parameters(program, primes, sides)
+    style = (fused, regather, primes.positions or 0 if sequence else 0)
     units = [
-        _unit(name, runs, len(program.calls_of(name)) or 1, shapes, parameters[name], kept[name], fused, regather)
+        _unit(name, runs, len(program.calls_of(name)) or 1, shapes, parameters[name], kept[name], *style)
         for name, runs in _pieces(program, sides)
     ]
     order = tuple(1 + names.index(str(c.target)) for c in program.calls())
@@ -151,7 +152,7 @@ def _pieces(program: Program, sides: dict[fx.Node, str]) -> Iterator[tuple[str, 
 
 def _unit(
     name: str, runs: list[Run], calls: int, shapes: Shapes, parameters: dict[str, Number], kept: dict[str, Number],
-    fused: bool, regather: bool,
+    fused: bool, regather: bool, positions: int,
 ) -> Unit:  # fmt: skip
     given = _of_inputs(runs[-1][0])
     count: dict[Kernel, float] = defaultdict(int)
@@ -164,7 +165,7 @@ def _unit(
         for node in nodes:
             for message in (*_messages(node, shapes, regather), *_travels(node, shapes)):
                 messages[replace(message, given=node in given)] += times
-            for copy in () if regather else _copies(node, shapes):
+            for copy in () if regather else _copies(node, shapes, positions):
                 copied[copy] += times
             if node.target is ops.attention:
                 heads[0] += times * _bytes(node, "q", shapes)
@@ -207,12 +208,28 @@ def _messages(node: fx.Node, shapes: Shapes, regather: bool) -> Iterator[Message
         yield Message(axis, "all_gather", BACKWARD, whole, again=True)
 
 
-def _copies(node: fx.Node, shapes: Shapes) -> Iterator[Copies]:
-    """What a conversion copies; nothing of other nodes."""
-    if node.target is ops.convert:
-        axis = bound(node)["axis"]
-        for when, copy in copies.of_node(node, _whole(node, shapes), AXES[axis]):
-            yield Copies(axis, when, copy.bytes, copy.major)
+def _copies(node: fx.Node, shapes: Shapes, positions: int) -> Iterator[Copies]:
+    """What a conversion copies; nothing of other nodes. Along cp, tp shares out positions in two runs (zigzag order).
+
+    ``positions``: a prime that lengths of dims of positions are multiples of, where those are sharded over tp; else 0.
+    """
+
+    def in_two(kind: Type) -> Type:
+        if not isinstance(kind, Shard) or len(kind.pieces) > 1 or kind.length % positions:
+            return kind
+        own = kind.pieces[0]
+        return Shard(kind.dim, (own.over(2 * own.length, own.inner),))
+
+    if node.target is not ops.convert:
+        return
+    axis, whole = bound(node)["axis"], _whole(node, shapes)
+    plain = [Copies(axis, w, c.bytes, c.major) for w, c in copies.of_node(node, whole, AXES[axis])]
+    turned = plain
+    if positions and axis == "tp":
+        turned = [Copies(axis, w, c.bytes, c.major) for w, c in copies.of_node(node, whole, AXES[axis], in_two)]
+    same = plain == turned
+    yield from (replace(c, context=None if same else False) for c in plain)
+    yield from () if same else (replace(c, context=True) for c in turned)
 
 
 def _whole(node: fx.Node, shapes: Shapes) -> Value:

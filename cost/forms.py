@@ -198,7 +198,8 @@ class UnitForms:
         rate = hardware.memory_bandwidth * hardware.memory_efficiency
         rows = self._copies(points)
         for copy, moved, major in zip(self.unit.copies, rows[::2], rows[1::2]):
-            done = (links.axes[copy.axis] > 1) & (major != 1)
+            here = copy.context is None or (points["cp"] > 1) == copy.context
+            done = (links.axes[copy.axis] > 1) & (major != 1) & here
             out[copy.when] = out[copy.when] + np.where(done, copy.calls * moved / rate, 0.0)
         return out
 

@@ -128,7 +128,7 @@ def test_random_candidates_of_random_clusters_cost_what_their_programs_do(seed: 
     """
     draw = random.Random(seed)
     ranks, node = draw.choice((4, 6, 8, 12)), draw.choice((1, 2, 3, 4, 8))
-    rows, length = ranks * draw.choice((2, 4)), 48 * draw.choice((4, 8))
+    rows, length = ranks * draw.choice((16, 32)), 48 * draw.choice((4, 8))
     hardware = replace(load(draw.choice(("cpu", "h100"))), ranks=ranks, node=node)
     heads = draw.choice((4, 6, 8))
     model = llama(
@@ -151,4 +151,4 @@ def test_random_candidates_of_random_clusters_cost_what_their_programs_do(seed: 
         stage = Stage(option.zero, option.shard or None, units=managed(program))
         real = float(price(program, hardware, zero=stage).step_seconds)
         where = f"{option.words} on nodes of {node}: {option.seconds * 1e6:.4g} µs, its program {real * 1e6:.4g}"
-        assert option.seconds == pytest.approx(real, rel=2e-3), where
+        assert option.seconds == pytest.approx(real, rel=3e-3), where
