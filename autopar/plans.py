@@ -3,7 +3,7 @@
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
@@ -14,11 +14,15 @@ from autopar.cost.neighbours import neighbours
 from autopar.cost.search import Found, Option
 from autopar.cost.table import duration, size
 
+if TYPE_CHECKING:
+    from autopar.cost.rehearsal import Rehearsal
+
 PRICED = (
     "sequence_parallel", "context_parallel", "zero", "zero_shard_size", "microbatches", "microbatch_rows", "schedule",
     "virtual_stages", "recompute", "offload", "hardware", "precision",
 )  # fmt: skip
 """Fields of Strategy that an option has by itself, or that its cluster says."""
+MOST = 100_000  # actions of a step that are simulated
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,22 @@ class Plan:
         )  # fmt: skip
         rows = [(change, n.mesh, n.strategy, self.why(n)) for change, n in self.neighbours()]
         yield _two("neighbours: the best with one change", ("change", "mesh", "strategy", "why worse"), rows)
+
+
+def rehearsed(plan: Plan) -> "Rehearsal | None":
+    """A plan's step in time and memory; None where it has more than ``MOST`` actions."""
+    from autopar.cost.rehearsal import rehearse  # which a search does without, and the symbols that it loads
+
+    option, question = plan.option, plan.found.question
+    if option.sizes["pp"] * option.virtual * option.microbatches > MOST:
+        return None
+    forms = next((f for f in question.forms if f.family.sequence == option.sequence), question.forms[0])
+    return rehearse(forms, plan.hardware, option, question.regime, question.space.positions)
+
+
+def closer(plan: Plan, found: "Rehearsal | None") -> Plan:
+    """The plan with the seconds and bytes of its rehearsal."""
+    return plan if found is None else replace(plan, option=found.option)
 
 
 def first_of(plans: Sequence[Plan]) -> int:

@@ -265,7 +265,10 @@ class Work:
         return out
 
     def states(self) -> dict[str, Array]:
-        """Bytes of parameters, gradients and optimizer state; none where they lie in host memory."""
+        """Bytes of parameters, gradients and optimizer state; none where they lie in host memory.
+
+        Stage 1 of our engine sums gradients behind the last microbatch: of several, each rank adds up whole ones.
+        """
         widths, zero, ours = self.regime.widths, self.c.zero, self.regime.engine
         stages = {"parameters": 1 if ours else 3, "gradients": 1 if ours else 2, "optimizer": 1}
         wide = {"parameters": widths.parameter, "gradients": widths.gradient, "optimizer": widths.optimizer}
@@ -274,7 +277,10 @@ class Work:
         for group, elements in self.elements().items():
             share = self.share(group)
             for kind, stage in stages.items():
-                out[kind] = out[kind] + near * elements * wide[kind] / np.where(zero >= stage, share, 1.0)
+                cut = zero >= stage
+                if ours and kind == "gradients":
+                    cut = (zero > 1) | ((zero == 1) & (self.c.microbatches == 1))
+                out[kind] = out[kind] + near * elements * wide[kind] / np.where(cut, share, 1.0)
         return out
 
     def update(self) -> Array:

@@ -28,13 +28,13 @@ def add_pictures(parser: argparse.ArgumentParser) -> None:
 
 def draw(
     args: argparse.Namespace, screen: Screen, steps: "Steps", pairs: "Sequence[Pair]" = (),
-    front: "Sequence[Plan]" = (), loaded: "LoadedModel | None" = None,
+    front: "Sequence[Plan]" = (),
 ) -> None:  # fmt: skip
     """Write what was asked for.
 
     Args:
         steps: names, the plans with the numbers that the command's table has, and how each is simulated. pairs: of the
-            same strategies in the same order, where they were measured. loaded: the model; made here where None.
+            same strategies in the same order, where they were measured.
 
     Raises AutoparError ``unwritable-file``, ``missing-package``.
     """
@@ -49,7 +49,7 @@ def draw(
     if args.html:
         from autopar.cli.models import load
 
-        loaded = loaded or load(args.model)
+        loaded = load(args.model)
         loaded.model.train()
         measured = [p.measured for p in pairs] or [None] * len(steps)
         near = [Strategy(n, p, s, m) for (n, p, s), m in zip(steps, measured, strict=True)]

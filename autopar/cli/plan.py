@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     else:
         screen.out.print(plans.table(front=args.front))
     if args.html or args.trace:
-        from autopar.rehearsed import rehearsed
+        from autopar.plans import rehearsed
 
         shown = [(f"plan {i}", p) for i, p in enumerate(plans[: args.top], 1)]
         steps = [(n, p, rehearsed(p)) for n, p in shown]

@@ -20,8 +20,8 @@ from autopar.cost.space import Space
 from autopar.cost.units import send_seconds
 from autopar.families import families
 from autopar.ir.mesh import Mesh
-from autopar.priced import compare
-from autopar.rehearsed import closer, rehearsed
+from autopar.planner import compare
+from autopar.plans import closer, rehearsed
 
 STRATEGIES = (
     "dp=4",

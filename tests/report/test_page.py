@@ -14,8 +14,8 @@ from autopar.cli.arguments import split_axes
 from autopar.cli.main import main
 from autopar.cli.models import load
 from autopar.cost.table import duration, size
-from autopar.priced import compare
-from autopar.rehearsed import rehearsed
+from autopar.planner import compare
+from autopar.plans import rehearsed
 
 MODEL = "hf:llama3-8b-tiny"
 STRATEGIES = ["dp=4,zero=3", "dp=2,tp=2,sequence_parallel=true", "pp=2,dp=2,microbatches=4"]
