@@ -80,6 +80,13 @@ class Work:
         """The largest of several at each point."""
         return self.spread(reduce(np.maximum, values, np.zeros(1)))
 
+    def fullest(self, pick: Any, counts: Array | None = None) -> Array:
+        """The largest of the units that each row has."""
+        out: Array = np.zeros(1)
+        for calls, unit in zip((self.counts if counts is None else counts).T, self.times):
+            out = np.maximum(out, np.where(self.ranked(calls) > 0, self.spread(pick(unit)), 0.0))
+        return out
+
     def compute(self) -> Ways:
         """A rank's own work on a microbatch, what recomputation repeats included.
 

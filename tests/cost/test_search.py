@@ -12,12 +12,13 @@ from autopar.cli.main import main
 from autopar.cli.models import load
 from autopar.cost import hardware as profiles
 from autopar.cost.balance import even_starts
-from autopar.cost.candidates import SCHEDULES
+from autopar.cost.candidates import SCHEDULES, Candidates
 from autopar.cost.communication import collective_seconds as one_link
 from autopar.cost.communication import link_between
 from autopar.cost.forms import Forms
 from autopar.cost.links import collective_seconds, inside
 from autopar.cost.regime import Regime
+from autopar.cost.schedule import occupancies, schedule
 from autopar.cost.search import search
 from autopar.cost.space import Space, grids
 from autopar.cost.step import Group, steps
@@ -176,3 +177,24 @@ def test_auto_asks_for_a_device_that_it_knows(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
     with pytest.raises(AutoparError, match="no profile of 'NVIDIA L4'"):
         accelerator()
+
+
+def test_a_search_knows_what_each_schedule_keeps(forms):
+    """On every rank, as the schedule's own order tells; 1F1B and GPipe are not all that there is."""
+    count = 0
+    for virtual, kinds in {1: ("1f1b", "gpipe", "zero-bubble"), 2: ("interleaved", "zbv"), 4: ("interleaved",)}.items():
+        for kind, (p, m) in itertools.product(kinds, ((2, 4), (4, 4), (4, 8), (8, 16))):
+            one = {n: np.zeros(1) for n in ("zero", "shard", "recompute", "offload", "ulysses")}
+            sizes = {a: np.array([float(p if a == "pp" else 1)]) for a in ("pp", "dp", "ep", "cp", "tp")}
+            table = Candidates(
+                sizes, np.ones(1), np.array([float(m)]), schedule=np.array([float(SCHEDULES.index(kind))]),
+                virtual=np.array([float(virtual)]), positions=64.0, **one,
+            )  # fmt: skip
+            group = Group(forms[0], MACHINE, table, Regime())
+            group.first = np.arange(p)
+            real = [max(sum(x) / len(x) for x in occupancies(schedule(kind, p, virtual, m), r)) for r in range(p)]
+            found = np.broadcast_to(group._in_flight(), (p, 1))[:, 0]
+            few = kind == "zbv" and m < 2 * p  # too few to fill both ways
+            assert all(found >= real) if few else found == pytest.approx(real), (kind, p, virtual, m)
+            count += not few
+    assert count == 21
