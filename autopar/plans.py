@@ -102,7 +102,7 @@ class Plan:
         return f"{slower:+.1%}: " + ", ".join(f"{name} +{duration(longer[name])}" for name in top)
 
     def explain(self) -> str:
-        """The step by its parts, the memory by kind, and why each neighbour is worse."""
+        """The step by its parts, memory by kind, why each neighbour is worse, and closed forms with their values."""
         console = Console(width=120, record=True, file=io.StringIO(), highlight=False)
         for grid in self.tables():
             console.print(grid)
@@ -122,6 +122,15 @@ class Plan:
         )  # fmt: skip
         rows = [(change, n.mesh, n.strategy, self.why(n)) for change, n in self.neighbours()]
         yield _two("neighbours: the best with one change", ("change", "mesh", "strategy", "why worse"), rows)
+        yield from self._formulas()
+
+    def _formulas(self) -> Iterator[Grid]:
+        """The closed forms of which the plan's numbers are made, with their values."""
+        from autopar.cost.formulas import formulas  # which loads symbols
+
+        o, question = self.option, self.found.question
+        family = next((f.family for f in question.forms if f.family.sequence == o.sequence), question.forms[0].family)
+        yield from formulas(family, {**o.sizes, "b": o.rows, "s": question.space.positions / o.sizes["cp"]})
 
 
 def rehearsed(plan: Plan) -> "Rehearsal | None":

@@ -16,12 +16,15 @@ from autopar.cost.candidates import SCHEDULES, Candidates
 from autopar.cost.communication import collective_seconds as one_link
 from autopar.cost.communication import link_between
 from autopar.cost.forms import Forms
+from autopar.cost.formulas import terms, tidy
 from autopar.cost.links import collective_seconds, inside
 from autopar.cost.regime import Regime
 from autopar.cost.schedule import occupancies, schedule
 from autopar.cost.search import search
 from autopar.cost.space import Space, grids
 from autopar.cost.step import Group, steps
+from autopar.cost.stored import from_data, to_data
+from autopar.cost.symbols import evaluate
 from autopar.errors import AutoparError
 from autopar.families import families
 from autopar.planner import accelerator, plan
@@ -197,4 +200,23 @@ def test_a_search_knows_what_each_schedule_keeps(forms):
             few = kind == "zbv" and m < 2 * p  # too few to fill both ways
             assert all(found >= real) if few else found == pytest.approx(real), (kind, p, virtual, m)
             count += not few
-    assert count == 21
+    assert count == 23
+
+
+def test_a_plan_explains_itself_in_closed_forms_with_their_values(plans):
+    """As symbols alone say, at the plan's sizes; of another number of ranks, or nothing, there is no line."""
+    plan = next(p for p in plans if p.option.sizes["tp"] == 1)
+    text = plan.explain()
+    family = next(f.family for f in plan.found.question.forms if f.family.sequence == plan.option.sequence)
+    unit = family.units[1]
+    form = terms(unit)["matmul flops, forward"]
+    at = {**plan.option.sizes, "b": plan.option.rows, "s": 128 / plan.option.sizes["cp"]}
+    assert tidy(form) in text and f"{evaluate(form, at) / 1e6:.4g} MFLOP" in text
+    assert "tp all_reduce" not in text and "copies beside tp" not in text and "tp > 1" not in text
+
+
+def test_closed_forms_of_text_are_those_of_the_program(forms):
+    kept = from_data(json.loads(json.dumps(to_data(f.family for f in forms))))
+    for made, read in zip(forms, kept):
+        for a, b in zip(made.family.units, read.units):
+            assert {n: tidy(v) for n, v in terms(a).items()} == {n: tidy(v) for n, v in terms(b).items()}
