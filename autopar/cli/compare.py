@@ -173,7 +173,8 @@ def _meaning(text: str, mesh: str | None, devices: int | None) -> tuple[str, dic
     axes, strategy = split_axes(text)
     chosen = axes or mesh
     if not chosen:
-        raise AutoparError("bad-mesh", f"strategy {text!r} names no axis", "give --mesh, or axes as tp=8")
+        names = f"; with --cluster also auto, {', '.join(presets(profile('h100x8')))}"
+        raise AutoparError("bad-mesh", f"strategy {text!r} names no axis", f"give --mesh, or axes as tp=8{names}")
     world = Mesh.parse(chosen).world
     if devices is not None and world != devices:
         fix = f"choose axes whose product is {devices}"
