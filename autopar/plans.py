@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,9 +35,9 @@ class Plan:
     """
 
     option: Option
-    hardware: Hardware
+    hardware: Hardware = field(repr=False)
     tokens: int
-    found: Found
+    found: Found = field(repr=False)
 
     @property
     def mesh(self) -> str:

@@ -44,6 +44,8 @@ def space_of(
     unknown = [a for a in axes if a not in KNOWN_AXES]
     if unknown:
         raise AutoparError("bad-mesh", f"axes: unknown axis {unknown[0]!r}", f"axes among {', '.join(KNOWN_AXES)}")
+    if batch is not None and batch < 1:
+        raise AutoparError("indivisible-batch", f"a batch of {batch} rows", "one row or more")
     offload = dict(given).get("offload") == "cpu"
     return Space(machine.ranks, machine.node, batch or 4 * machine.ranks, positions, axes, offload, fixed, given)
 

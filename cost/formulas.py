@@ -47,7 +47,8 @@ def formulas(family: Family, at: Mapping[str, float] | None = None) -> Iterator[
                 table.add_row(term, tidy(value))
             elif _holds(term, at) and (number := evaluate(value, at)):
                 table.add_row(term, tidy(value), _value(term, number))
-        yield table
+        if table.row_count:
+            yield table
 
 
 def terms(unit: Unit) -> dict[str, Number]:

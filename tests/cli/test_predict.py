@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from autopar.cli.main import main
+from autopar.cost.hardware import load
 from autopar.cost.regime import FSDP, MEGATRON, NANOTRON
 from autopar.errors import AutoparError
 from autopar.predict import Predictor, machine_of, regime_of
 from autopar.presets.numbers import numbers
+from autopar.ranking import space_of
 
 ROW = {
     "n_layers": "2", "hidden": "128", "ffn_hidden": "256", "heads": "4", "kv_heads": "2", "vocab": "640",
@@ -182,7 +184,10 @@ def test_a_strategy_that_no_run_takes_has_no_price(capsys, strategy, slug, words
     assert f"[{slug}]" in said and words in said
 
 
-def test_a_misspelled_axis_is_refused(capsys):
+def test_a_misspelled_axis_and_an_empty_batch_are_refused(capsys):
+    with pytest.raises(AutoparError) as error:
+        space_of(load("h100x8"), 0, 64)
+    assert error.value.slug == "indivisible-batch"
     assert main(["plan", "hf:llama3-8b-tiny", "h100x8", "--axes", "dp,pt"]) == 1
     assert "unknown axis 'pt' [bad-mesh]" in capsys.readouterr().err
 
