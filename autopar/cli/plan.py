@@ -45,7 +45,8 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         space = space_of(machine, args.batch, positions, tuple(args.axes.split(",")))
         forms, regime = [Forms(f) for f in known.families], ours(known.width, args.precision)
         plans = planned(forms, machine, space, regime, max(args.top, args.explain or 1))
-    screen.say(f"{args.model}: {known.title}; sequence {known.positions}; {args.cluster}, {args.precision}")
+    length = f"sequence {known.positions}; " if positions > 1 else ""
+    screen.say(f"{args.model}: {known.title}; {length}{args.cluster}, {args.precision}")
     if not plans:
         screen.say(plans.hint)
         return 1
