@@ -223,9 +223,11 @@ def _check_engine(sizes: Mapping[str, int], asked: Strategy) -> None:
 
 
 def _check_stages(schedule: str, ranks: int, virtual: int, parts: int, blocks: int) -> None:
+    """What stands before and behind the blocks can be a stage of its own."""
     if schedule not in SCHEDULES:
         raise AutoparError("bad-strategy", f"schedule={schedule} has no price", f"one of {', '.join(SCHEDULES)}")
     check_legal(schedule, ranks, virtual, parts)
-    if ranks * virtual > max(1, blocks):
+    most = blocks + 2 if blocks else 1
+    if ranks * virtual > most:
         why = f"{ranks * virtual} stages of a model of {blocks} layers that repeat"
-        raise AutoparError("bad-mesh", why, f"pp times virtual_stages at most {max(1, blocks)}")
+        raise AutoparError("bad-mesh", why, f"pp times virtual_stages at most {most}")

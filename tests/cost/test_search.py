@@ -153,7 +153,7 @@ def test_a_cluster_needs_its_number_of_devices():
 
 def test_stages_are_balanced_by_work(forms):
     assert even_starts((1.0, 1.0, 1.0, 3.0), 2) == (0, 3)
-    counts = forms[0].stages(2, 1, even=True)
+    counts = forms[0].stages(2, 1, cuts="even")
     assert counts.sum(axis=0).tolist() == [1.0, 2.0, 1.0]
 
 
