@@ -1,6 +1,6 @@
 """plan: the strategies for a model on a cluster, ranked by predicted time, within memory."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -16,8 +16,8 @@ from autopar.errors import AutoparError
 from autopar.families import Example, families
 from autopar.ir.mesh import KNOWN_AXES, Mesh
 from autopar.passes.pipeline import parse
-from autopar.plans import Plans
-from autopar.ranking import cluster_of, planned, space_of
+from autopar.plans import Plan, Plans
+from autopar.ranking import cluster_of, planned, priced, space_of
 from autopar.runtime.garbage import uncollected
 from autopar.strategy import Strategy, written
 
@@ -62,6 +62,28 @@ def plan(
     fixed = _fixed(mesh, machine.ranks)
     space = space_of(machine, batch, positions, axes, fixed, tuple(own.items()))
     return planned([Forms(f) for f in made.values()], machine, space, regime_of(model, precision), count)
+
+
+@uncollected()
+def compare(
+    model: nn.Module,
+    cluster: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    strategies: Sequence[tuple[str, str, Mapping[str, Any]]],
+    *,
+    batch: int,
+    sequence: int | None = None,
+    precision: str = "bf16",
+) -> list[tuple[str, Plan]]:
+    """The price of (name, mesh, fields of Strategy) each, in the order given; mesh ``auto``: what ``plan`` chooses.
+
+    Raises AutoparError where a strategy does not divide the model or the batch.
+    """
+    machine = profiles.load(cluster)
+    made = [Forms(f) for f in families(model, args, kwargs, hardware=machine, precision=precision).values()]
+    positions = sequence or Example.of(args, kwargs).positions or 1
+    return priced(made, machine, strategies, batch, positions, regime_of(model, precision))
 
 
 def _fixed(mesh: Mapping[str, int] | str | None, ranks: int) -> tuple[tuple[str, int], ...]:

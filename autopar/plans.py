@@ -2,8 +2,8 @@
 
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
@@ -14,11 +14,15 @@ from autopar.cost.neighbours import neighbours
 from autopar.cost.search import Found, Option
 from autopar.cost.table import duration, size
 
+if TYPE_CHECKING:
+    from autopar.cost.rehearsal import Rehearsal
+
 PRICED = (
     "sequence_parallel", "context_parallel", "zero", "zero_shard_size", "microbatches", "microbatch_rows", "schedule",
     "virtual_stages", "recompute", "offload", "hardware", "precision",
 )  # fmt: skip
 """Fields of Strategy that an option has by itself, or that its cluster says."""
+MOST = 100_000  # actions of a step that are simulated
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,9 @@ class Plan:
     """
 
     option: Option
-    hardware: Hardware
+    hardware: Hardware = field(repr=False)
     tokens: int
-    found: Found
+    found: Found = field(repr=False)
 
     @property
     def mesh(self) -> str:
@@ -98,7 +102,7 @@ class Plan:
         return f"{slower:+.1%}: " + ", ".join(f"{name} +{duration(longer[name])}" for name in top)
 
     def explain(self) -> str:
-        """The step by its parts, the memory by kind, and why each neighbour is worse."""
+        """The step by its parts, memory by kind, why each neighbour is worse, and closed forms with their values."""
         console = Console(width=120, record=True, file=io.StringIO(), highlight=False)
         for grid in self.tables():
             console.print(grid)
@@ -118,6 +122,31 @@ class Plan:
         )  # fmt: skip
         rows = [(change, n.mesh, n.strategy, self.why(n)) for change, n in self.neighbours()]
         yield _two("neighbours: the best with one change", ("change", "mesh", "strategy", "why worse"), rows)
+        yield from self._formulas()
+
+    def _formulas(self) -> Iterator[Grid]:
+        """The closed forms of which the plan's numbers are made, with their values."""
+        from autopar.cost.formulas import formulas  # which loads symbols
+
+        o, question = self.option, self.found.question
+        family = next((f.family for f in question.forms if f.family.sequence == o.sequence), question.forms[0].family)
+        yield from formulas(family, {**o.sizes, "b": o.rows, "s": question.space.positions / o.sizes["cp"]})
+
+
+def rehearsed(plan: Plan) -> "Rehearsal | None":
+    """A plan's step in time and memory; None where it has more than ``MOST`` actions."""
+    from autopar.cost.rehearsal import rehearse  # which a search does without, and the symbols that it loads
+
+    option, question = plan.option, plan.found.question
+    if option.sizes["pp"] * option.virtual * option.microbatches > MOST:
+        return None
+    forms = next((f for f in question.forms if f.family.sequence == option.sequence), question.forms[0])
+    return rehearse(forms, plan.hardware, option, question.regime, question.space.positions)
+
+
+def closer(plan: Plan, found: "Rehearsal | None") -> Plan:
+    """The plan with the seconds and bytes of its rehearsal."""
+    return plan if found is None else replace(plan, option=found.option)
 
 
 def first_of(plans: Sequence[Plan]) -> int:

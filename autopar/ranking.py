@@ -1,20 +1,31 @@
-"""Families to ranked plans: the part of planning that needs no model, and so neither torch nor a trace."""
+"""Families to plans, ranked or of given strategies: what needs no model, and so neither torch nor a trace."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from autopar.cost import hardware as profiles
-from autopar.cost.forms import Forms
+from autopar.cost.candidates import ORDER, SCHEDULES, Candidates
+from autopar.cost.forms import POLICIES, Forms
 from autopar.cost.hardware import Hardware
 from autopar.cost.regime import Regime
-from autopar.cost.search import Found, search
+from autopar.cost.schedule import check_legal, default_stages
+from autopar.cost.search import Found, Question, search
 from autopar.cost.space import Space
 from autopar.cost.table import size
 from autopar.errors import AutoparError
-from autopar.ir.mesh import KNOWN_AXES
+from autopar.ir.mesh import KNOWN_AXES, Mesh
 from autopar.plans import Plan, Plans
+from autopar.strategy import Strategy
 
+MOST = 4  # microbatches for each stage of a pipeline, where none are named, as ``passes.choices`` has it
 USABLE = 0.92  # of a device's memory: what is left by its context, the allocator and libraries
+FIELDS = (
+    "sequence_parallel", "zero", "zero_shard_size", "microbatches", "schedule", "virtual_stages", "recompute",
+    "offload", "context_parallel",
+)  # fmt: skip
 
 
 def cluster_of(text: str) -> Hardware:
@@ -30,6 +41,11 @@ def space_of(
     fixed: tuple[tuple[str, int], ...] = (), given: tuple[tuple[str, Any], ...] = (),
 ) -> Space:  # fmt: skip
     """What is asked of a cluster. ``batch``: rows of the global batch; by default four for each device."""
+    unknown = [a for a in axes if a not in KNOWN_AXES]
+    if unknown:
+        raise AutoparError("bad-mesh", f"axes: unknown axis {unknown[0]!r}", f"axes among {', '.join(KNOWN_AXES)}")
+    if batch is not None and batch < 1:
+        raise AutoparError("indivisible-batch", f"a batch of {batch} rows", "one row or more")
     offload = dict(given).get("offload") == "cpu"
     return Space(machine.ranks, machine.node, batch or 4 * machine.ranks, positions, axes, offload, fixed, given)
 
@@ -85,3 +101,133 @@ def _relaxed(space: Space) -> list[tuple[str, Space]]:
         more = replace(space, ranks=space.ranks * factor, batch=max(space.batch, space.ranks * factor))
         out.append((f"{space.ranks * factor} devices", more))
     return out
+
+
+def presets(cluster: Hardware) -> dict[str, str]:
+    """Strategies by name for a cluster: what people usually start from."""
+    n, node = cluster.ranks, min(cluster.node, cluster.ranks)
+    outside = f"dp={n // node}," if n > node else ""
+    return {
+        "ddp": f"dp={n}",
+        "zero1": f"dp={n},zero=1",
+        "fsdp": f"dp={n},zero=3",
+        "hsdp": f"dp={n},zero=3,zero_shard_size={node}",
+        "tp": f"{outside}tp={node}",
+        "megatron": f"{outside}tp={node},sequence_parallel=true,zero=1",
+    }
+
+
+def priced(
+    forms: list[Forms], machine: Hardware, strategies: Sequence[tuple[str, str, Mapping[str, Any]]], batch: int,
+    positions: int, regime: Regime,
+) -> list[tuple[str, Plan]]:  # fmt: skip
+    """The price of (name, mesh, fields of Strategy) each, in the order given; mesh ``auto``: what a search chooses.
+
+    Raises AutoparError where a strategy does not divide the model or the batch, or nothing fits.
+    """
+    limit, out = USABLE * machine.memory_bytes, []
+    space = Space(machine.ranks, machine.node, batch, positions)
+    for name, mesh, fields in strategies:
+        if mesh == "auto":
+            plans = planned(forms, machine, space, regime, 1)
+            if not plans:
+                raise AutoparError("nothing-fits", plans.hint)
+            out.append((name, plans[0]))
+            continue
+        question = Question(tuple(forms), machine, space, regime, limit)
+        options = [
+            question.options(f, c, np.zeros(1, int))[0] for f, c in _meant(Mesh.parse(mesh), fields, forms, space)
+        ]
+        option = min(options, key=lambda o: o.seconds)
+        out.append((name, Plan(option, machine, batch * positions, Found(question))))
+    return out
+
+
+def _meant(
+    mesh: Mesh, fields: Mapping[str, Any], forms: list[Forms], space: Space
+) -> Iterator[tuple[Forms, Candidates]]:  # fmt: skip
+    """What a strategy may stand for: where it leaves the kind of context parallelism open, each that can be."""
+    sequential = bool(fields.get("sequence_parallel"))
+    own = next((f for f in forms if f.family.sequence == sequential or mesh.size("tp") == 1), None)
+    if own is None:
+        raise AutoparError("bad-strategy", "sequence_parallel: rows of the model have no positions", "leave it out")
+    open_ = fields.get("context_parallel") in (None, "auto") and mesh.size("cp") > 1
+    able = own.family.allows("tp", mesh.size("tp") * mesh.size("cp"))
+    for kind in (("ring", "ulysses") if able else ("ring",)) if open_ else (fields.get("context_parallel"),):
+        yield own, candidate(mesh, {**fields, "context_parallel": kind}, own, space.batch, space.positions)
+
+
+def candidate(mesh: Mesh, fields: Mapping[str, Any], forms: Forms, batch: int, positions: int) -> Candidates:
+    """One strategy as a candidate of its family, what it leaves open as a run would choose it.
+
+    Raises AutoparError ``bad-strategy``, ``indivisible-dim``, ``indivisible-batch``, ``schedule``.
+    """
+    wrong = [k for k in fields if k not in FIELDS]
+    if wrong:
+        raise AutoparError("bad-strategy", f"{wrong[0]} has no price", f"fields: {', '.join(FIELDS)}")
+    asked, sizes = Strategy(**fields), {a: mesh.size(a) for a in ORDER}
+    _check_divides(sizes, forms, positions, asked.context_parallel)
+    _check_engine(sizes, asked)
+    own, rest = divmod(batch, sizes["dp"] * sizes["ep"])
+    parts = asked.microbatches or _parts(sizes["pp"], own)
+    rows, left = divmod(own, parts)
+    if rest or left or not rows:
+        what = f"a batch of {batch} over {sizes['dp'] * sizes['ep']} data ranks and {parts} microbatches"
+        raise AutoparError("indivisible-batch", what, "give --batch a multiple of both")
+    schedule = asked.schedule or ("1f1b" if parts >= sizes["pp"] else "gpipe")
+    virtual = asked.virtual_stages or (default_stages(schedule) if sizes["pp"] > 1 else 1)
+    if sizes["pp"] > 1:
+        _check_stages(schedule, sizes["pp"], virtual, parts, len(forms.family.order))
+    values = {
+        "rows": rows, "microbatches": parts, "zero": asked.zero, "shard": asked.zero_shard_size or 0,
+        "recompute": POLICIES.index(asked.recompute), "schedule": SCHEDULES.index(schedule), "virtual": virtual,
+        "offload": asked.offload == "cpu", "ulysses": asked.context_parallel == "ulysses",
+    }  # fmt: skip
+    missing = tuple(a for a in ORDER if a not in mesh.names)
+    return Candidates(
+        {a: np.array([float(n)]) for a, n in sizes.items()}, **{n: np.array([float(v)]) for n, v in values.items()},
+        positions=float(positions), order=(*missing, *mesh.names),
+    )  # fmt: skip
+
+
+def _parts(stages: int, rows: int) -> int:
+    """Microbatches where a strategy names none: of a pipeline as many as divide the rows, up to four a stage."""
+    return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= MOST * stages) if stages > 1 and rows else 1
+
+
+def _check_divides(sizes: Mapping[str, int], forms: Forms, positions: int, kind: str | None) -> None:
+    for axis in ("tp", "ep"):
+        if not forms.family.allows(axis, sizes[axis]):
+            fix = f"{axis} among {[n for n in range(1, sizes[axis]) if forms.family.allows(axis, n)]}"
+            raise AutoparError("indivisible-dim", f"{axis}={sizes[axis]} does not divide the model's dims", fix)
+    cp, ways = sizes["cp"], sizes["cp"] * sizes["tp"]
+    if kind not in (None, "ring", "ulysses"):
+        raise AutoparError("bad-strategy", f"context_parallel={kind} has no price", "ring or ulysses")
+    if cp > 1 and kind == "ulysses" and not forms.family.allows("tp", ways):
+        raise AutoparError("indivisible-dim", f"heads do not divide over tp times cp={ways}", "context_parallel=ring")
+    whole = (2 * ways if cp > 1 else ways) if forms.family.length and (cp > 1 or forms.family.sequence) else 1
+    if positions % whole:
+        raise AutoparError("indivisible-dim", f"{positions} positions do not divide over {whole} runs", "another --seq")
+
+
+def _check_engine(sizes: Mapping[str, int], asked: Strategy) -> None:
+    """ZeRO's fields fit each other and the data ranks."""
+    data, shard = sizes["dp"] * sizes["ep"] * sizes["cp"], asked.zero_shard_size or 0
+    for name in ("zero_shard_size", "offload"):
+        if getattr(asked, name) not in (None, 0, "none") and not asked.zero:
+            raise AutoparError("bad-strategy", f"{name} without a ZeRO stage", "add zero=1, 2 or 3")
+    if shard and data % shard:
+        raise AutoparError(
+            "bad-strategy", f"zero_shard_size={shard} does not divide {data} data ranks", "a divisor of them"
+        )
+
+
+def _check_stages(schedule: str, ranks: int, virtual: int, parts: int, blocks: int) -> None:
+    """What stands before and behind the blocks can be a stage of its own."""
+    if schedule not in SCHEDULES:
+        raise AutoparError("bad-strategy", f"schedule={schedule} has no price", f"one of {', '.join(SCHEDULES)}")
+    check_legal(schedule, ranks, virtual, parts)
+    most = blocks + 2 if blocks else 1
+    if ranks * virtual > most:
+        why = f"{ranks * virtual} stages of a model of {blocks} layers that repeat"
+        raise AutoparError("bad-mesh", why, f"pp times virtual_stages at most {most}")

@@ -28,9 +28,8 @@ from autopar.calibrate import to_toml
 from autopar.cli.arguments import split_axes
 from autopar.cost.table import duration, size
 from autopar.measure import Batch, Measured, measure
-from autopar.plans import Plan
-from autopar.priced import compare
-from autopar.rehearsed import closer, rehearsed
+from autopar.planner import compare
+from autopar.plans import Plan, closer, rehearsed
 
 ROWS, TOKENS, VOCABULARY = 8, 256, 2048
 BYTES, SECONDS, CORRELATION = 0.10, 0.15, 0.8

@@ -43,6 +43,25 @@ class Message:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """What a conversion along an axis copies on a rank besides what travels (``cost.copies``).
+
+    Args:
+        bytes: read and written, wherever the axis has several ranks. major: elements of the dims before the one that is
+            shared out, with one of which nothing is copied. calls: how often a call of the unit does so.
+        context: whether only with several ranks along cp, which hold positions in two runs, or only without; None where
+            that does not matter.
+    """
+
+    axis: str
+    when: str
+    bytes: "Expression"
+    major: "Expression"
+    calls: float = 1
+    context: bool | None = None
+
+
+@dataclass(frozen=True)
 class Unit:
     """A kind of block, or what stands before (``first``) or behind (``last``) the blocks; per call and microbatch.
 
@@ -53,6 +72,7 @@ class Unit:
             ("none", "selective", "full" recompute); the others as ``cost.keep.keeps`` says.
         hidden: bytes of what goes on to the next unit. heads: (query bytes, key and value bytes) of attention.
         dispatches: bytes held for a moment while rows travel to experts and back, by the axis that they travel along.
+        copies: of conversions, besides what they send.
     """
 
     name: str
@@ -64,6 +84,7 @@ class Unit:
     hidden: "Expression"
     heads: "tuple[Expression, Expression]"
     dispatches: "dict[str, Expression]" = field(default_factory=dict)
+    copies: tuple[Copies, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,12 @@ b bytes of the whole value on N ranks; ring algorithms send the least that is po
 Uneven shards are priced as even ones.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost.hardware import Hardware, Tier
+from autopar.cost.links import inside
 from autopar.cost.symbols import Number, ratio, several
 from autopar.ir.layout import Invariant, Partial, Replicated, Shard, Type
 from autopar.ir.mesh import Mesh
@@ -110,20 +112,34 @@ def link_of(hardware: Hardware, mesh: Mesh, *axes: str) -> Link:
     counts once for each of them, up to the rate inside. Hence tp inside a node and dp across come out as expected.
     A user's axis that was split is the link of its parts together.
     """
-    members = {part for axis in axes for part in (mesh.parts(axis) or (axis,))}
-    ways, stride = 1, 1
+    return link_with(hardware, *_placed(hardware, mesh, axes))
+
+
+def shard_link(hardware: Hardware, mesh: Mesh, axes: Sequence[str], shard: int, copies: bool) -> Link:
+    """The link of the nearest ``shard`` ranks along several axes; ``copies``: of those that have the same shard."""
+    ways, near = _placed(hardware, mesh, axes)
+    if copies:
+        return link_with(hardware, ways // shard, math.gcd(ways // shard, max(1, near // shard)))
+    return link_with(hardware, shard, math.gcd(shard, near))
+
+
+def _placed(hardware: Hardware, mesh: Mesh, axes: Sequence[str]) -> tuple[int, int]:
+    """Ranks along several axes together, and how many of them share a node."""
+    members, stride, placed = {part for axis in axes for part in (mesh.parts(axis) or (axis,))}, 1, []
     for name, size in reversed(mesh.axes):
-        if name in members:
-            ways *= size
-        elif ways == 1:
-            stride *= size
-    return link_between(hardware, ways, stride)
+        placed += [(size, stride)] if name in members else []
+        stride *= size
+    return math.prod(n for n, _ in placed), int(inside(hardware.node, placed, mesh.world).item())
 
 
 def link_between(hardware: Hardware, ways: int, stride: int = 1) -> Link:
-    """The link of ``ways`` ranks whose numbers are ``stride`` apart."""
+    """The link of ``ways`` ranks whose numbers are ``stride`` apart, in a mesh of as many ranks as they span."""
+    return link_with(hardware, ways, int(inside(hardware.node, [(ways, stride)], ways * stride).item()))
+
+
+def link_with(hardware: Hardware, ways: int, inside: int) -> Link:
+    """The link of ``ways`` ranks of which ``inside`` share a node."""
     inner, outer = hardware.inner, hardware.outer
-    inside = min(ways, max(1, hardware.node // stride))
     nodes = -(-ways // inside)
     if nodes == 1:
         return _link(inner, {c: inner.rate(c) for c in COLLECTIVES})

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import sympy
 from torch import fx
 
-from autopar.cost import communication, experts
-from autopar.cost.closed import Family, Kernel, Message, Unit
+from autopar.cost import communication, copies, experts
+from autopar.cost.closed import Copies, Family, Kernel, Message, Unit
 from autopar.cost.compute import Shapes, Value, bound, differentiable
 from autopar.cost.keep import FIRST, LAST, gathers, keeps
 from autopar.cost.kernels import kernels
@@ -23,7 +23,7 @@ from autopar.cost.shares import layouts, local_value
 from autopar.cost.symbols import Number, axis_sizes, product, ratio
 from autopar.errors import AutoparError
 from autopar.ir import ops
-from autopar.ir.layout import I, Layout, R, Shard
+from autopar.ir.layout import I, Layout, R, Shard, Type
 from autopar.ir.mesh import KNOWN_AXES
 from autopar.ir.program import Program, Spec, specs
 
@@ -88,7 +88,8 @@ def family(
 
     Args:
         sequence: whether positions are sharded over tp. fused: whether pointwise chains are one kernel each.
-        regather: whether activations that were gathered are kept as shards and gathered again in the backward.
+        regather: whether activations that were gathered are kept as shards and gathered again in the backward; systems
+            that do so have positions as the leading dim, and no copies beside their collectives.
         parts: whether a step can run in microbatches.
     """
     shapes = symbolic_shapes(primes)
@@ -96,8 +97,9 @@ def family(
     sides = sides_of(program)
     kept = keeps(program, shapes, sides, fused, regather)
     parameters = _parameters(program, primes, sides)
+    style = (fused, regather, primes.positions or 0 if sequence else 0)
     units = [
-        _unit(name, runs, len(program.calls_of(name)) or 1, shapes, parameters[name], kept[name], fused, regather)
+        _unit(name, runs, len(program.calls_of(name)) or 1, shapes, parameters[name], kept[name], *style)
         for name, runs in _pieces(program, sides)
     ]
     order = tuple(1 + names.index(str(c.target)) for c in program.calls())
@@ -150,11 +152,12 @@ def _pieces(program: Program, sides: dict[fx.Node, str]) -> Iterator[tuple[str, 
 
 def _unit(
     name: str, runs: list[Run], calls: int, shapes: Shapes, parameters: dict[str, Number], kept: dict[str, Number],
-    fused: bool, regather: bool,
+    fused: bool, regather: bool, positions: int,
 ) -> Unit:  # fmt: skip
     given = _of_inputs(runs[-1][0])
     count: dict[Kernel, float] = defaultdict(int)
     messages: dict[Message, float] = defaultdict(int)
+    copied: dict[Copies, float] = defaultdict(int)
     heads: list[Number] = [0, 0]
     for graph, nodes, times in runs:
         for node, kernel in kernels(graph, shapes, fused) if nodes else ():
@@ -162,14 +165,17 @@ def _unit(
         for node in nodes:
             for message in (*_messages(node, shapes, regather), *_travels(node, shapes)):
                 messages[replace(message, given=node in given)] += times
+            for copy in () if regather else _copies(node, shapes, positions):
+                copied[copy] += times
             if node.target is ops.attention:
                 heads[0] += times * _bytes(node, "q", shapes)
                 heads[1] += times * sum(_bytes(node, a, shapes) for a in "kv")
     work = tuple((times, kernel) for kernel, times in count.items() if times)
     sent = tuple(sorted((replace(m, calls=n) for m, n in messages.items()), key=str))
+    passed = tuple(sorted((replace(c, calls=n) for c, n in copied.items()), key=str))
     held = {name: kept[name] for name in ("none", "selective", "full", "again", "sent", "transient", "alone")}
     rows = experts.dispatches((n for _, nodes, _ in runs for n in nodes), shapes)
-    return Unit(name, calls, work, sent, parameters, held, kept["hidden"], (heads[0], heads[1]), rows)
+    return Unit(name, calls, work, sent, parameters, held, kept["hidden"], (heads[0], heads[1]), rows, passed)
 
 
 def _of_inputs(outer: fx.Graph) -> set[fx.Node]:
@@ -193,17 +199,47 @@ def _messages(node: fx.Node, shapes: Shapes, regather: bool) -> Iterator[Message
     """The collectives of a conversion, of the value that is whole on its axis; none of other nodes."""
     if node.target is not ops.convert:
         return
-    args = bound(node)
-    axis, value = args["axis"], shapes(node)[0]
-    assert value is not None
-    whole: Number = value.bytes
-    if isinstance(args["dst"], Shard):
-        whole = whole * AXES[axis]
+    args, whole = bound(node), _whole(node, shapes).bytes
+    axis = args["axis"]
     for collective, when in zip(communication.collectives(args["src"], args["dst"]), (FORWARD, BACKWARD)):
         if collective is not None and (when == FORWARD or differentiable(node)):
             yield Message(axis, collective, when, whole)
     if regather and gathers(node) and differentiable(node):
         yield Message(axis, "all_gather", BACKWARD, whole, again=True)
+
+
+def _copies(node: fx.Node, shapes: Shapes, positions: int) -> Iterator[Copies]:
+    """What a conversion copies; nothing of other nodes. Along cp, tp shares out positions in two runs (zigzag order).
+
+    ``positions``: a prime that lengths of dims of positions are multiples of, where those are sharded over tp; else 0.
+    """
+
+    def in_two(kind: Type) -> Type:
+        if not isinstance(kind, Shard) or len(kind.pieces) > 1 or kind.length % positions:
+            return kind
+        own = kind.pieces[0]
+        return Shard(kind.dim, (own.over(2 * own.length, own.inner),))
+
+    if node.target is not ops.convert:
+        return
+    axis, whole = bound(node)["axis"], _whole(node, shapes)
+    plain = [Copies(axis, w, c.bytes, c.major) for w, c in copies.of_node(node, whole, AXES[axis])]
+    turned = plain
+    if positions and axis == "tp":
+        turned = [Copies(axis, w, c.bytes, c.major) for w, c in copies.of_node(node, whole, AXES[axis], in_two)]
+    same = plain == turned
+    yield from (replace(c, context=None if same else False) for c in plain)
+    yield from () if same else (replace(c, context=True) for c in turned)
+
+
+def _whole(node: fx.Node, shapes: Shapes) -> Value:
+    """The value of a conversion, whole on its axis."""
+    args, value = bound(node), shapes(node)[0]
+    assert value is not None
+    dst, shape = args["dst"], list(value.shape)
+    if isinstance(dst, Shard):
+        shape[dst.dim] = shape[dst.dim] * AXES[args["axis"]]
+    return Value(tuple(shape), value.dtype)
 
 
 def _travels(node: fx.Node, shapes: Shapes) -> Iterator[Message]:
@@ -249,7 +285,10 @@ def _tied(program: Program, primes: Primes, sides: dict[fx.Node, str]) -> Number
 
 
 def _divisors(program: Program) -> dict[str, frozenset[int]]:
-    """By axis, the lengths of parameters' dims that it cut in equal parts."""
+    """By axis, the lengths of parameters' dims that it cut in equal parts, and of tp the heads of every attention.
+
+    Tensor parallelism refuses heads that do not divide, also where the example's prices left them whole.
+    """
     out: dict[str, set[int]] = defaultdict(set)
     for param in program.params.values():
         for axis, shard in (param.layout or Layout()).shards():
@@ -258,9 +297,11 @@ def _divisors(program: Program) -> dict[str, frozenset[int]]:
         for node in graph.nodes:
             for name in ("q", "k") if node.target is ops.attention else ():
                 heads = bound(node)[name]
+                shape = specs(heads)[0].shape  # type: ignore[union-attr]
+                out["tp"] |= {shape[-3]} if name == "q" and len(shape) > 2 else set()
                 for axis, shard in layouts(heads)[0].shards():
                     if shard.dim == 1:
-                        out[axis].add(specs(heads)[0].shape[1])  # type: ignore[union-attr]
+                        out[axis].add(shape[1])
     for axis in program.mesh.data_axes:
         out.pop(axis, None) if axis == "dp" else None
     return {axis: frozenset(n) for axis, n in out.items()}

@@ -18,6 +18,7 @@ from autopar.cost.schedule import placement
 Points = Mapping[str, Array]
 _ALONE: dict[str, Any] = {"b": 1.0, "s": 4096.0, "tp": 1.0, "cp": 1.0, "ep": 1.0, "dp": 1.0}
 POLICIES = ("none", "selective", "full")
+MOMENTS = ("transient", "alone")
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class UnitTimes:
     """Seconds and bytes of one call of a unit for each point of a grid.
 
     Args:
-        forward, backward: seconds of compute. again: forward seconds of what selective recomputation repeats.
-        tail: forward seconds of its last product.
+        forward, backward: seconds of compute, copies of conversions included. again: forward seconds of what selective
+            recomputation repeats. tail: forward seconds of its last product.
         messages: exposed seconds by (axis, part of the step). flops: of matmuls and attention, (forward, backward).
         activations: bytes by policy of recomputation. hidden: bytes passed on.
         heads: bytes of (queries, keys and values). parameters: elements by data axes.
@@ -34,6 +35,7 @@ class UnitTimes:
         matrices: elements of the products' right factors, of an expert's as of one.
         dispatches: bytes of rows on their way to experts, by the axis that they travel along.
         gathered: bytes of what is gathered again in the backward.
+        moment: bytes that a backward holds for a moment (``cost.transient``).
         once: as ``messages``, of what inputs alone make: sent once in a step, whatever its microbatches.
     """
 
@@ -53,6 +55,7 @@ class UnitTimes:
     dispatches: dict[str, Array]
     gathered: Array
     once: dict[tuple[str, str], Array]
+    moment: Array
 
     def at(self, where: slice) -> "UnitTimes":
         """Some of the points."""
@@ -144,9 +147,13 @@ class UnitForms:
         return Polynomials.of([m.bytes for m in self.unit.messages])
 
     @cached_property
+    def _copies(self) -> Polynomials:
+        return Polynomials.of([e for c in self.unit.copies for e in (c.bytes, c.major)])
+
+    @cached_property
     def _held(self) -> Polynomials:
         u = self.unit
-        held = (*(u.activations[p] for p in POLICIES), u.hidden, *u.heads)
+        held = (*(u.activations[p] for p in POLICIES), u.hidden, *u.heads, *(u.activations[n] for n in MOMENTS))
         return Polynomials.of([*held, *u.parameters.values(), *u.dispatches.values()])
 
     def times(self, points: Points, links: Links, hardware: Hardware) -> UnitTimes:
@@ -171,20 +178,34 @@ class UnitForms:
             turns = points["cp"] if kernel.kind == "attention" else 1
             flops[0] += times * row[0] * turns
             flops[1] += times * row[1] * turns
+        copied = self._copied(points, links, hardware)
+        forward, backward = forward + copied[FORWARD], backward + copied[BACKWARD]
         held = self._held(points)
         sent = self._sent(points, links)
-        kept, elements = held[:6], dict(zip(self.unit.parameters, held[6:]))
-        rows = dict(zip(self.unit.dispatches, held[6 + len(elements) :]))
+        kept, elements = held[:8], dict(zip(self.unit.parameters, held[8:]))
+        rows = dict(zip(self.unit.dispatches, held[8 + len(elements) :]))
+        moment: Array = np.where(points["tp"] > 1, kept[6], kept[7])
         return UnitTimes(
             forward, backward, again, tail, sent[False], (flops[0], flops[1]),
             dict(zip(POLICIES, kept[:3])), kept[3], (kept[4], kept[5]), elements, (attention[0], attention[1]), widest,
-            matrices, rows, self._again(points), sent[True],
+            matrices, rows, self._again(points), sent[True], moment,
         )  # fmt: skip
 
     def _again(self, points: Points) -> Array:
         """Bytes of values that are gathered a second time."""
         again = np.array([m.calls * m.again for m in self.unit.messages])
         return again @ self._messages(points) if again.any() else np.zeros(1)
+
+    def _copied(self, points: Points, links: Links, hardware: Hardware) -> dict[str, Any]:
+        """Seconds of what conversions copy, by part of the step."""
+        out: dict[str, Any] = {FORWARD: 0.0, BACKWARD: 0.0}
+        rate = hardware.memory_bandwidth * hardware.memory_efficiency
+        rows = self._copies(points)
+        for copy, moved, major in zip(self.unit.copies, rows[::2], rows[1::2]):
+            here = copy.context is None or (points["cp"] > 1) == copy.context
+            done = (links.axes[copy.axis] > 1) & (major != 1) & here
+            out[copy.when] = out[copy.when] + np.where(done, copy.calls * moved / rate, 0.0)
+        return out
 
     def _sent(self, points: Points, links: Links) -> tuple[dict[tuple[str, str], Array], dict[tuple[str, str], Array]]:
         """Seconds of what each microbatch sends, and of what is sent once in a step."""

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch import fx
-
 from autopar.cost.communication import CONVERSIONS, Step
 from autopar.rules.local import ROWS
 from autopar.runtime import collectives
@@ -17,15 +15,3 @@ STEPS: dict[Callable[..., Any], tuple[Step, Step]] = {
 
 IDENTITIES = (collectives.to_replicated, collectives.to_invariant)
 """Conversions whose result is their input."""
-
-
-def steps_of(node: fx.Node) -> tuple[Step, Step]:
-    """The collectives of a runtime conversion; a shard that stays in its dim is gathered and sliced, both ways."""
-    if node.target is collectives.all_to_all and node.args[1] == node.args[2]:
-        return "all_gather", "all_gather"
-    return STEPS[node.target]  # type: ignore[index]
-
-
-def axis_of(node: fx.Node) -> str:
-    """The mesh axis of a runtime conversion."""
-    return next(str(a.meta["handle"]) for a in node.all_input_nodes if "handle" in a.meta)

@@ -1,7 +1,7 @@
 """The price of a program: one walk over its unique blocks, for a mesh or for symbols in place of its sizes.
 
 Nothing is overlapped and no kernels are fused, so seconds are an upper bound; ratios between strategies are what they
-are for. Local copies of conversions that send nothing are free.
+are for.
 """
 
 from collections import defaultdict
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from autopar.cost import along, communication, compute, experts, memory
+from autopar.cost import along, communication, compute, copies, experts, memory
 from autopar.cost import links as links_of
 from autopar.cost.communication import Link
-from autopar.cost.compute import Shapes, differentiable, node_cost
+from autopar.cost.compute import Shapes, Value, differentiable, node_cost
 from autopar.cost.hardware import Hardware
 from autopar.cost.price import BACKWARD, FORWARD, Price, Traffic
 from autopar.cost.shares import Sizes, check_priced, layouts, local_shapes, local_value, mesh_sizes
@@ -78,7 +78,7 @@ def price(
         total.add(_bill(graph, shapes, sizes, links, hardware, training), len(program.calls_of(name)) if name else 1)
     dtype = _dtype(program)
     if training:
-        _gradient_sum(total, program, sizes, links, zero or Stage())
+        _gradient_sum(total, program, sizes, links, hardware, zero or Stage())
     return Price(
         hardware=hardware.name,
         mesh=str(program.mesh),
@@ -123,7 +123,7 @@ def _bill(
     bill = _Bill()
     for node in graph.nodes:
         if node.op == "call_function" and node.target is ops.convert:
-            _convert(bill, node, sizes, links, training)
+            _convert(bill, node, sizes, links, hardware, training)
             continue
         _inside(bill, node, shapes, sizes, links, training)
         _sums(bill, node, shapes, sizes, hardware, training)
@@ -139,12 +139,23 @@ def _bill(
     return bill
 
 
-def _convert(bill: _Bill, node: fx.Node, sizes: Sizes, links: Mapping[str, Link], training: bool) -> None:
-    """The collectives of one conversion; the value is whole on its axis, and local on the others."""
-    args = compute.bound(node)
-    axis, spec = args["axis"], specs(node)[0]
+def converted(node: fx.Node, sizes: Sizes) -> Value:
+    """The value of a conversion, whole on its axis and local on the others."""
+    spec = specs(node)[0]
     assert isinstance(spec, Spec)
-    whole = local_value(spec, layouts(node)[0].having(axis, I), sizes).bytes
+    return local_value(spec, layouts(node)[0].having(compute.bound(node)["axis"], I), sizes)
+
+
+def _convert(
+    bill: _Bill, node: fx.Node, sizes: Sizes, links: Mapping[str, Link], hardware: Hardware, training: bool
+) -> None:  # fmt: skip
+    """The collectives of one conversion, and what it copies."""
+    args, value = compute.bound(node), converted(node, sizes)
+    axis, whole = args["axis"], value.bytes
+    for when, copy in copies.of_node(node, value, sizes[axis]):
+        if training or when == FORWARD:
+            way = 0 if when == FORWARD else 1
+            bill.seconds[way] = bill.seconds[way] + copies.seconds(copy, sizes[axis], hardware)
     steps = communication.collectives(args["src"], args["dst"])
     for collective, when in zip(steps, (FORWARD, BACKWARD)):
         if collective is None or sizes[axis] == 1 or (when == BACKWARD and not (training and differentiable(node))):
@@ -242,7 +253,9 @@ def _summed_over(program: Program, param: Param) -> str:
     return "+".join(a for a in program.mesh.summed_axes if layout.get(a, R) == R)
 
 
-def _gradient_sum(bill: _Bill, program: Program, sizes: Sizes, links: Mapping[str, Link], zero: Stage) -> None:
+def _gradient_sum(
+    bill: _Bill, program: Program, sizes: Sizes, links: Mapping[str, Link], hardware: Hardware, zero: Stage
+) -> None:  # fmt: skip
     """The engine's collectives, one for all parameters with the same data axes: 2Ψ(N-1)/N at stage 0.
 
     Buckets add latency only. At stages that gather, frozen parameters are left out.
@@ -257,10 +270,13 @@ def _gradient_sum(bill: _Bill, program: Program, sizes: Sizes, links: Mapping[st
         ways = product(sizes[a] for a in axes.split("+") if a)
         if not axes or ways == 1:
             continue
-        for collective, when, whole, copies in zero.sent(inner, outer, width):
-            own = ways if zero.shard is None else ways / zero.shard if copies else zero.shard
+        for collective, when, whole, again in zero.sent(inner, outer, width):
+            own, link = ways, links[axes]
+            if zero.shard is not None:
+                own = ways / zero.shard if again else zero.shard
+                link = communication.shard_link(hardware, program.mesh, axes.split("+"), zero.shard, again)
             sent = communication.collective_bytes(collective, whole, own)
-            seconds = communication.collective_seconds(collective, whole, own, links[axes])
+            seconds = communication.collective_seconds(collective, whole, own, link)
             bill.send((axes, str(collective), when), 1, sent, seconds)
 
 

@@ -44,6 +44,8 @@ class Regime:
         recorded: share of the gathered activations that are not reused in time where the host runs ahead of the device.
         released: whether a stage lets go of a result that it has sent (arXiv:2205.05198, appendix B).
         reserve: bytes outside the allocator's count or in its fragments.
+        moments: whether what a backward holds for a moment counts as ``cost.rehearsal`` counts it, and at stage 3 what
+            a rank gathers: all that stands before and behind the blocks, and two of those.
     """
 
     widths: Widths = Widths(4, 4, 8)
@@ -72,12 +74,14 @@ class Regime:
     recorded: float = 0.0
     released: bool = False
     reserve: float = 0.0
+    moments: bool = False
 
 
 def ours(width: int, precision: str) -> Regime:
     """The engine's, which holds parameters, gradients and both moments of AdamW in ``width`` bytes an element."""
     low = 2 if precision == "bf16" else width
-    return Regime(widths=Widths(width, width, 2 * width), compute_width=low, reduce_width=width, update=7.0 * width)
+    widths = Widths(width, width, 2 * width)
+    return Regime(widths, compute_width=low, reduce_width=width, update=7.0 * width, moments=True)
 
 
 MEGATRON = Regime(

@@ -172,6 +172,8 @@ class Group(Work):
         work = self.regime.copies * self.most([t.matrices for t in self.times[1:-1]])
         held = {**self.states(), "gathered": self._gathered()}
         work = work + self._moment() + self.dispatches() + self.regime.reserve
+        if self.regime.moments:
+            work = work + self.fullest(lambda t: t.moment)
         return {**held, "activations": self._activations(), "workspace": work}
 
     def _moment(self) -> Array:
@@ -193,10 +195,16 @@ class Group(Work):
         return np.where(here, np.maximum(ends, inside - left), inside)
 
     def _gathered(self) -> Array:
-        """Copies that a rank computes from: of all its units, at stage 3 of two of them."""
-        ours, out = self.regime.engine, np.zeros(1)
-        for elements in self.elements().values():
+        """Copies that a rank computes from: of all its units, at stage 3 of two of them.
+
+        With ``Regime.moments``, of two blocks and of all that is no block.
+        """
+        ours, out, apart = self.regime.engine, np.zeros(1), self.elements(self.counts - self.inner)
+        for group, elements in self.elements().items():
             two = elements * self.ranked(np.minimum(1.0, 2.0 / np.maximum(1.0, self.counts.sum(axis=1))))
+            if self.regime.moments:
+                block = self.fullest(lambda t, g=group: t.parameters.get(g, 0.0), self.inner)
+                two = apart[group] + 2 * block
             out = out + np.where(self.c.zero == 3, two, elements if ours else 0.0) * self.regime.compute_width
         return out
 
@@ -210,6 +218,8 @@ class Group(Work):
         sends = (self.counts[:, 0] > 0) & (self.counts[:, -1] == 0) & self.regime.released
         sent = self.ranked(sends) * self.most([t.hidden for t in self.times[1:-1]])
         each = np.choose(self.c.recompute.astype(int)[None], policies) + rings - sent + self._late()
+        if self.regime.moments:  # what a stage receives is its own, too
+            each = each + np.where(self.ranked(self.first) > 0, self.spread(self.times[0].hidden), 0.0)
         return each * self._in_flight()
 
     def _late(self) -> Array:
@@ -225,12 +235,15 @@ class Group(Work):
         return self.regime.recorded * gathered * (ahead < device) * (self.c.recompute < 2)
 
     def _in_flight(self) -> Array:
-        """Microbatches whose activations a rank holds at its fullest (arXiv:2205.05198, appendix B and C)."""
-        m, rank = self.c.microbatches, self.ranked(self.first)
-        more = 1.0 if self.virtual == 1 else 1 + (self.pp - 1) / (self.pp * self.virtual)
-        after = np.minimum(m, self.pp - rank) * more
-        every, most = m + 0.0 * rank, np.minimum(m, self.pp) + 0.0 * rank
-        return np.choose(self.c.schedule.astype(int)[None], [after, every, after, after, most])
+        """Microbatches whose activations a rank holds at its fullest (arXiv:2205.05198, appendix B and C).
+
+        As ``schedule.occupancies`` counts them: who splits the backward keeps as many until W on every rank; a rank of
+        v stages runs ahead of the next one by two stages of v.
+        """
+        m, rank, p, v = self.c.microbatches, self.ranked(self.first), self.pp, self.virtual
+        every, most = m + 0.0 * rank, np.minimum(m, p) + 0.0 * rank
+        laps = np.minimum(m, p + (p - 1 - 2 * rank) / v)
+        return np.choose(self.c.schedule.astype(int)[None], [np.minimum(m, p - rank), every, laps, most, most])
 
 
 def hops(p: int, v: int, m: Array, slack: Array) -> list[Array]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.cost.closed import Family, Kernel, Message, Unit
+from autopar.cost.closed import Copies, Family, Kernel, Message, Unit
 from autopar.cost.polynomials import Expression, Terms, terms_of
 
 Powers = frozenset[tuple[str, int]]
@@ -59,6 +59,7 @@ def _unit(u: Unit, known: _Monomials) -> dict[str, Any]:
             [m.axis, m.collective, m.when, write(m.bytes), m.again, m.calls, m.given] for m in u.messages
         ],
         "parameters": many(u.parameters), "activations": many(u.activations), "dispatches": many(u.dispatches),
+        "copies": [[c.axis, c.when, write(c.bytes), write(c.major), c.calls, c.context] for c in u.copies],
     }  # fmt: skip
 
 
@@ -89,10 +90,11 @@ def from_data(data: Mapping[str, Any]) -> tuple[Family, ...]:
             Message(a, c, w, read(b), again, calls, given) for a, c, w, b, again, calls, given in u["messages"]
         )
         work = tuple((times, kernel(*rest)) for times, *rest in u["kernels"])
+        copied = tuple(Copies(a, w, read(b), read(m), n, c) for a, w, b, m, n, c in u["copies"])
         queries, keys = map(read, u["heads"])
         return Unit(
             u["name"], u["calls"], work, sent, many(u["parameters"]), many(u["activations"]), read(u["hidden"]),
-            (queries, keys), many(u["dispatches"]),
+            (queries, keys), many(u["dispatches"]), copied,
         )  # fmt: skip
 
     return tuple(

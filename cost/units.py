@@ -9,21 +9,19 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.cost import communication, compute, links, memory
+from autopar.cost import communication, compute, copies, links, memory
 from autopar.cost.balance import Unit
-from autopar.cost.communication import Link, Step
-from autopar.cost.compute import NodeCost, Shapes, differentiable, global_values, node_cost, op_name
+from autopar.cost.communication import Link
+from autopar.cost.compute import NodeCost, Shapes, differentiable, node_cost, op_name
 from autopar.cost.hardware import Hardware
-from autopar.cost.local import STEPS, axis_of, steps_of
 from autopar.cost.price import BACKWARD, FORWARD
-from autopar.cost.program import Links, ring_seconds, sent_inside, work_dtype
-from autopar.cost.shares import Sizes, check_priced, layouts, local_shapes, local_value, mesh_sizes
+from autopar.cost.program import Links, converted, ring_seconds, sent_inside, work_dtype
+from autopar.cost.shares import Sizes, check_priced, local_shapes, mesh_sizes
 from autopar.cost.symbols import product
 from autopar.cost.zero import Stage
 from autopar.ir import ops
-from autopar.ir.layout import I
 from autopar.ir.mesh import TIME, Mesh
-from autopar.ir.program import Form, Program, Spec, specs, tensor_args
+from autopar.ir.program import Program, tensor_args
 
 Part = tuple[float, float, float]  # seconds of F, I and W
 
@@ -66,8 +64,8 @@ def units(
     """Seconds and bytes of each piece of ``chain`` (``pieces`` where None), for one microbatch of one rank.
 
     Args:
-        program: Form LOCAL (the shapes of the rank that it was lowered for), or RESHARDED; any earlier Form on a mesh
-            of one rank. Of a program split in microbatches, its main part.
+        program: Form RESHARDED; any earlier Form on a mesh of one rank. Of a program split in microbatches, its main
+            part.
         zero: the engine over the data axes, which shares states out; stage 0 where None.
 
     A parameter that several pieces read counts in each; a value that several keep, in the first. Collectives are not
@@ -94,12 +92,10 @@ class _Tally:
 
     def __init__(self, program: Program, hardware: Hardware) -> None:
         self.program, self.hardware = program, hardware
-        self.local = program.form >= Form.LOCAL
-        if not self.local:
-            check_priced(program)
+        check_priced(program)
         self.sizes: Sizes = {**mesh_sizes(program.mesh), TIME: program.mesh.microbatches}
         self.links: Mapping[str, Link] = Links(program, hardware)
-        self.shapes: Shapes = global_values if self.local else local_shapes(self.sizes)
+        self.shapes: Shapes = local_shapes(self.sizes)
         self.blocks = {name: self._graph(block.graph) for name, block in program.blocks.items()}
         self.outer = _fixed(program.graph)
 
@@ -114,7 +110,7 @@ class _Tally:
     def _node(self, node: fx.Node, fixed: set[fx.Node]) -> Part:
         if node.op != "call_function":
             return 0.0, 0.0, 0.0
-        if node.target is ops.convert or node.target in STEPS:
+        if node.target is ops.convert:
             forward, backward = self._conversion(node)
             return (forward, 0.0, backward) if node in fixed else (forward, backward, 0.0)
         cost = node_cost(node, self.shapes)
@@ -129,25 +125,18 @@ class _Tally:
         return forward + sent[FORWARD], backward - weight + sent[BACKWARD], weight
 
     def _conversion(self, node: fx.Node) -> tuple[float, float]:
-        """Seconds of a conversion's collectives, forward and backward."""
-        axis, whole, steps = self._local(node) if self.local else self._global(node)
+        """Seconds of a conversion's collectives and copies, forward and backward."""
+        args, value = compute.bound(node), converted(node, self.sizes)
+        axis = args["axis"]
         if axis == TIME:
             return 0.0, 0.0
-        ways = self.sizes[axis]
-        forward, backward = (float(communication.collective_seconds(s, whole, ways, self.links[axis])) for s in steps)
-        return forward, backward if differentiable(node) else 0.0
-
-    def _global(self, node: fx.Node) -> tuple[str, float, tuple[Step, Step]]:
-        args, spec = compute.bound(node), specs(node)[0]
-        assert isinstance(spec, Spec)
-        whole = local_value(spec, layouts(node)[0].having(args["axis"], I), self.sizes).bytes
-        return args["axis"], float(whole), communication.collectives(args["src"], args["dst"])
-
-    def _local(self, node: fx.Node) -> tuple[str, float, tuple[Step, Step]]:
-        axis, steps = axis_of(node), steps_of(node)
-        ends = [v.bytes for n in (node, tensor_args(node)[0]) if (v := self.shapes(n)[0]) is not None]
-        ways = self.program.mesh.size(axis) if steps[0] == "all_to_all" else 1
-        return axis, float(max(map(float, ends)) * ways), steps
+        ways, spent = self.sizes[axis], {FORWARD: 0.0, BACKWARD: 0.0}
+        for when, step in zip(spent, communication.collectives(args["src"], args["dst"])):
+            if when == FORWARD or differentiable(node):
+                spent[when] += float(communication.collective_seconds(step, value.bytes, ways, self.links[axis]))
+        for when, copy in copies.of_node(node, value, ways):
+            spent[when] += float(copies.seconds(copy, ways, self.hardware))
+        return spent[FORWARD], spent[BACKWARD]
 
 
 def _sum(parts: Iterable[Part]) -> Part:

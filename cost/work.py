@@ -12,7 +12,7 @@ import numpy as np
 from autopar.cost.candidates import Candidates
 from autopar.cost.forms import BACKWARD, FORWARD, Forms, UnitTimes
 from autopar.cost.hardware import Hardware
-from autopar.cost.links import Links, collective_seconds, ring_sums, send_seconds
+from autopar.cost.links import Links, collective_seconds, common, exchange_copies, ring_sums, send_seconds
 from autopar.cost.polynomials import Array, Polynomials
 from autopar.cost.regime import Regime
 
@@ -79,6 +79,13 @@ class Work:
     def most(self, values: list[Array]) -> Array:
         """The largest of several at each point."""
         return self.spread(reduce(np.maximum, values, np.zeros(1)))
+
+    def fullest(self, pick: Any, counts: Array | None = None) -> Array:
+        """The largest of the units that each row has."""
+        out: Array = np.zeros(1)
+        for calls, unit in zip((self.counts if counts is None else counts).T, self.times):
+            out = np.maximum(out, np.where(self.ranked(calls) > 0, self.spread(pick(unit)), 0.0))
+        return out
 
     def compute(self) -> Ways:
         """A rank's own work on a microbatch, what recomputation repeats included.
@@ -149,14 +156,16 @@ class Work:
 
         Ulysses: all-to-alls of queries, keys, values and results, forward and backward. Recomputation is not counted.
         """
-        cp, stride = self.c.sizes["cp"], self.links.strides["cp"]
+        cp, near = self.c.sizes["cp"], self.links.inside(("cp",))
         layers = [sum(n for n, k in u.unit.kernels if k.kind == "attention") for u in self.forms.units]
         calls = np.maximum(1e-9, self.ranked(self.counts @ np.array(layers, dtype=float)))
+        rows = self.c.rows
         merge = ring_sums(self.on(lambda t: t.heads[0]), cp) / self.rate
         out = []
-        for way, (rows, blocks) in enumerate(zip(self.exchanged(), self.turned())):
-            ulysses = 4 * calls * collective_seconds(self.hardware, "all_to_all", rows / 4 / calls, cp, stride)
-            ring = calls * collective_seconds(self.hardware, "all_gather", blocks / calls, cp, stride)
+        for way, (whole, blocks) in enumerate(zip(self.exchanged(), self.turned())):
+            ulysses = 4 * calls * collective_seconds(self.hardware, "all_to_all", whole / 4 / calls, cp, near)
+            ulysses = ulysses + exchange_copies(whole / cp, rows) / self.rate
+            ring = calls * collective_seconds(self.hardware, "all_gather", blocks / calls, cp, near)
             open_ = self._open(ring, self.on(lambda t, way=way: t.attention[way]))
             out.append(np.where(self.c.ulysses == 1, ulysses, open_ + merge))
         return out[0], out[1]
@@ -206,15 +215,18 @@ class Work:
         """
         counts, total = self.inner if blocks else self.counts, np.zeros(1)
         for group, elements in self.elements(self.inner if blocks else None).items():
-            ways, share, stride = self.ways(group), self.share(group), self.links.nearest(axes_of(group))
+            ways, share, near = self.ways(group), self.share(group), self.links.inside(axes_of(group))
+            copies = ways / share
             holds = np.array([group in t.parameters for t in self.times], dtype=float)
             calls = self.ranked(counts @ holds) if self.regime.engine else elements * width / self.regime.bucket
             calls = np.maximum(1.0, calls)
             whole = elements * width / calls
-            seconds = calls * collective_seconds(self.hardware, collective, whole, share, stride)
+            close = np.where(share < ways, common(share, near), near)
+            seconds = calls * collective_seconds(self.hardware, collective, whole, share, close)
             if collective != "all_gather":
-                copies = collective_seconds(self.hardware, "all_reduce", whole / share, ways / share, stride * share)
-                seconds = seconds + calls * np.where((share < ways) & (collective != "all_reduce"), copies, 0.0)
+                apart = common(copies, np.maximum(1, near // share))
+                summed = collective_seconds(self.hardware, "all_reduce", whole / share, copies, apart)
+                seconds = seconds + calls * np.where((share < ways) & (collective != "all_reduce"), summed, 0.0)
             own = COPIES * elements * width / self.rate + calls * self.hardware.unit if self.regime.engine else 0.0
             total = total + np.where((ways > 1) & (elements > 0), seconds + own, 0.0)
         return total
@@ -260,7 +272,10 @@ class Work:
         return out
 
     def states(self) -> dict[str, Array]:
-        """Bytes of parameters, gradients and optimizer state; none where they lie in host memory."""
+        """Bytes of parameters, gradients and optimizer state; none where they lie in host memory.
+
+        Stage 1 of our engine sums gradients behind the last microbatch: of several, each rank adds up whole ones.
+        """
         widths, zero, ours = self.regime.widths, self.c.zero, self.regime.engine
         stages = {"parameters": 1 if ours else 3, "gradients": 1 if ours else 2, "optimizer": 1}
         wide = {"parameters": widths.parameter, "gradients": widths.gradient, "optimizer": widths.optimizer}
@@ -269,7 +284,10 @@ class Work:
         for group, elements in self.elements().items():
             share = self.share(group)
             for kind, stage in stages.items():
-                out[kind] = out[kind] + near * elements * wide[kind] / np.where(zero >= stage, share, 1.0)
+                cut = zero >= stage
+                if ours and kind == "gradients":
+                    cut = (zero > 1) | ((zero == 1) & (self.c.microbatches == 1))
+                out[kind] = out[kind] + near * elements * wide[kind] / np.where(cut, share, 1.0)
         return out
 
     def update(self) -> Array:

@@ -106,7 +106,8 @@ def find(folder: str | os.PathLike[str]) -> Path:
     if found is not None:
         return found
     newest = "".join(f"; {p.name}: {fault(p)}" for p in steps(path)[:1])
-    fix = "load a checkpoint that was saved whole; latest(folder) finds the newest of a folder with step-N"
+    whole = latest(path.parent) if is_step(path) else None
+    fix = f"load {whole}, the newest that is whole" if whole else "load a checkpoint that was saved whole"
     raise AutoparError("incomplete-checkpoint", f"{path}: {why}{newest}", fix)
 
 

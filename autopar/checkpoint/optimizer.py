@@ -199,12 +199,19 @@ def _matched(
     wanted = {frozenset(names) for names in everywhere}
     if wanted != set(by_names):
         mine, theirs = set().union(*wanted), set().union(*by_names)
-        parts = [f"{len(groups)} groups, {len(saved)} in the checkpoint"]
-        parts += [f"not in the checkpoint: {', '.join(sorted(mine - theirs))}"] if mine - theirs else []
-        parts += [f"only in the checkpoint: {', '.join(sorted(theirs - mine))}"] if theirs - mine else []
-        fix = "make the optimizer with the same parameters in the same groups"
-        raise AutoparError("optimizer-mismatch", "the optimizer's groups differ: " + "; ".join(parts), fix)
+        parts = [f"groups of the optimizer: {len(everywhere)}, of the checkpoint's: {len(saved)}"]
+        parts += [f"the checkpoint's lacks {_some(mine - theirs)}"] if mine - theirs else []
+        parts += [f"the checkpoint's alone has {_some(theirs - mine)}"] if theirs - mine else []
+        parts += ["they hold the same parameters, otherwise grouped"] if mine == theirs else []
+        fix = "make the optimizer with the parameters and groups that the saved one had"
+        raise AutoparError("optimizer-mismatch", "; ".join(parts), fix)
     return [(names, group, by_names[frozenset(every)]) for (names, group), every in zip(groups, everywhere)]
+
+
+def _some(names: set[str], most: int = 4) -> str:
+    """The first of the names, and how many more there are."""
+    shown = ", ".join(sorted(names)[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _target(

@@ -1,6 +1,6 @@
 """The one place where the command line calls the compiler."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -198,13 +198,3 @@ def traffic(price: "Price") -> Table:
     from autopar.cost.table import traffic_table
 
     return traffic_table(price)
-
-
-def closed_forms(model: nn.Module, kwargs: dict[str, Any], sequence: bool) -> Iterator[Table]:
-    """A table of closed forms for each unit of the model's family."""
-    from autopar.cost.formulas import formulas
-    from autopar.families import families
-
-    style = (False, False)
-    made = families(model, (), kwargs)
-    yield from formulas(made.get((sequence, style)) or made[False, style])

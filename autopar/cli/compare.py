@@ -6,14 +6,18 @@ import math
 from pathlib import Path
 from typing import Any
 
-from autopar.cli import _lower
 from autopar.cli.arguments import add_model, positive, split_axes
-from autopar.cli.models import load
+from autopar.cli.learned import learned
 from autopar.cli.pictures import add_pictures, draw
 from autopar.cli.plans import plans_table, plans_text, text_of
 from autopar.cli.screen import Screen
+from autopar.cost.forms import Forms
+from autopar.cost.hardware import load as profile
+from autopar.cost.regime import ours
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
+from autopar.plans import closer, rehearsed
+from autopar.ranking import presets, priced
 
 
 def add(commands: Any) -> None:
@@ -67,9 +71,17 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
             raise AutoparError(
                 "bad-cluster", f"--{name} without --cluster", "add --cluster NAMExN, as cpux2 or h100x64"
             )
+    return _lowered(args, screen)
+
+
+def _lowered(args: argparse.Namespace, screen: Screen) -> int:
+    """Strategies by the programs that they lower to, on devices without number."""
+    from autopar.cli import _lower
+    from autopar.cli.models import load
+
     hardware, devices = _cluster(args)
     meanings = {text: _meaning(text, args.mesh, devices) for text in args.strategies}
-    batch = args.batch or 2 * math.lcm(*(_lower.data_size(mesh) for mesh, _ in meanings.values()))
+    batch = args.batch or 2 * math.lcm(*(Mesh.parse(mesh).data_size for mesh, _ in meanings.values()))
     rows = []
     for text, (mesh, strategy) in meanings.items():
         with screen.working(f"pricing {args.model} under {text}"):
@@ -89,44 +101,43 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
 
 def _on_cluster(args: argparse.Namespace, screen: Screen) -> int:
     """Strategies, presets and ``auto`` by their closed forms, on a whole cluster."""
-    from autopar.cli.measured import measured_table, records, run_all
-    from autopar.cost.hardware import load as profile
-    from autopar.priced import compare, presets
-    from autopar.rehearsed import closer, rehearsed
-
     cluster, devices = _cluster(args)
-    known = presets(profile(cluster))
+    machine = profile(cluster)
+    named = presets(machine)
     chosen = []
     for text in args.strategies:
-        mesh, fields = ("auto", {}) if text == "auto" else _meaning(known.get(text, text), args.mesh, devices)
+        mesh, fields = ("auto", {}) if text == "auto" else _meaning(named.get(text, text), args.mesh, devices)
         chosen.append((text, mesh, fields))
     batch = args.batch or 4 * (devices or 1)
     precision = args.precision or ("fp32" if args.measure else "bf16")
     with screen.working(f"pricing {args.model} on {cluster}"):
-        loaded = load(args.model)
-        loaded.model.train()
-        length = args.seq or loaded.sequence
-        rows = compare(
-            loaded.model, cluster, (), loaded.kwargs(2, length), chosen, batch=batch, sequence=args.seq,
-            precision=precision,
-        )  # fmt: skip
-    screen.say(f"{loaded.description}; global batch {batch} × {length}; {cluster}, {precision}")
+        known = learned(args.model, machine, precision, args.seq, screen)
+        length, positions = known.positions, known.positions if args.seq or known.sequential else 1
+        forms = [Forms(f) for f in known.families]
+        rows = priced(forms, machine, chosen, batch, positions, ours(known.width, precision))
+    rows_of = f"{batch} × {length}" if known.sequential else str(batch)
+    screen.say(f"{args.model}: {known.title}; global batch {rows_of}; {cluster}, {precision}")
     found = [(name, plan, rehearsed(plan)) for name, plan in rows]
     steps = [(name, closer(plan, step), step) for name, plan, step in found]
     rows = [(name, plan) for name, plan, _ in steps]
-    pairs = []
-    if args.measure:
-        pairs = run_all(
-            rows, args.model, batch, length, padding=args.padding, precision=precision, steps=args.steps,
-            processes=args.processes, screen=screen,
-        )  # fmt: skip
+    if not args.measure:
+        if args.format == "table":
+            screen.out.print(plans_table(rows))
+        else:
+            screen.write(plans_text(rows, args.format))
+        draw(args, screen, steps)
+        return 0
+    from autopar.cli.measured import measured_table, records, run_all
+
+    pairs = run_all(
+        rows, args.model, batch, length, padding=args.padding, precision=precision, steps=args.steps,
+        processes=args.processes, screen=screen,
+    )  # fmt: skip
     if args.format == "table":
-        screen.out.print(measured_table(pairs) if pairs else plans_table(rows))
-    elif pairs:
-        screen.write(text_of(records(pairs), args.format))
+        screen.out.print(measured_table(pairs))
     else:
-        screen.write(plans_text(rows, args.format))
-    draw(args, screen, steps, pairs, loaded=loaded)
+        screen.write(text_of(records(pairs), args.format))
+    draw(args, screen, steps, pairs)
     return 0
 
 
@@ -140,7 +151,7 @@ def _difference(*paths: str) -> str:
 
 def _rows(batch: int, mesh: str) -> int:
     """Rows of each data rank."""
-    ranks = _lower.data_size(mesh)
+    ranks = Mesh.parse(mesh).data_size
     if batch % ranks:
         fix = f"give --batch a multiple of {ranks}"
         raise AutoparError("indivisible-batch", f"a batch of {batch} does not divide over {ranks} data ranks", fix)
@@ -162,7 +173,8 @@ def _meaning(text: str, mesh: str | None, devices: int | None) -> tuple[str, dic
     axes, strategy = split_axes(text)
     chosen = axes or mesh
     if not chosen:
-        raise AutoparError("bad-mesh", f"strategy {text!r} names no axis", "give --mesh, or axes as tp=8")
+        names = f"; with --cluster also auto, {', '.join(presets(profile('h100x8')))}"
+        raise AutoparError("bad-mesh", f"strategy {text!r} names no axis", f"give --mesh, or axes as tp=8{names}")
     world = Mesh.parse(chosen).world
     if devices is not None and world != devices:
         fix = f"choose axes whose product is {devices}"

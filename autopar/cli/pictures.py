@@ -28,13 +28,13 @@ def add_pictures(parser: argparse.ArgumentParser) -> None:
 
 def draw(
     args: argparse.Namespace, screen: Screen, steps: "Steps", pairs: "Sequence[Pair]" = (),
-    front: "Sequence[Plan]" = (), loaded: "LoadedModel | None" = None,
+    front: "Sequence[Plan]" = (),
 ) -> None:  # fmt: skip
     """Write what was asked for.
 
     Args:
         steps: names, the plans with the numbers that the command's table has, and how each is simulated. pairs: of the
-            same strategies in the same order, where they were measured. loaded: the model; made here where None.
+            same strategies in the same order, where they were measured.
 
     Raises AutoparError ``unwritable-file``, ``missing-package``.
     """
@@ -49,15 +49,23 @@ def draw(
     if args.html:
         from autopar.cli.models import load
 
-        loaded = loaded or load(args.model)
+        loaded = load(args.model)
         loaded.model.train()
         measured = [p.measured for p in pairs] or [None] * len(steps)
         near = [Strategy(n, p, s, m) for (n, p, s), m in zip(steps, measured, strict=True)]
         with screen.working(f"drawing {args.html}"):
             best = steps[first_of([p for _, p, _ in steps])]
-            text = page(f"{args.model}", loaded.description, near, layers_of(loaded, best[0], best[1]), front)
+            text = page(args.model, _about(loaded, best[1]), near, layers_of(loaded, best[0], best[1]), front)
         _write(args.html, text)
         screen.say(f"{args.html}: one page, open it in a browser")
+
+
+def _about(loaded: "LoadedModel", plan: "Plan") -> str:
+    """What all strategies of a page are for: the model, the devices and the rows of a step."""
+    space = plan.found.question.space
+    rows = f"{space.batch} rows" + (f" of {space.positions} positions" if space.positions > 1 else "")
+    title = loaded.description.partition(": ")[2].replace(", on the meta device", "")
+    return f"{title} on {plan.ranks} devices ({plan.hardware.name}); a step of {rows}"
 
 
 def layers_of(loaded: "LoadedModel", name: str, plan: "Plan") -> "Layers":

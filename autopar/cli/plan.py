@@ -45,7 +45,8 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         space = space_of(machine, args.batch, positions, tuple(args.axes.split(",")))
         forms, regime = [Forms(f) for f in known.families], ours(known.width, args.precision)
         plans = planned(forms, machine, space, regime, max(args.top, args.explain or 1))
-    screen.say(f"{args.model}: {known.title}; sequence {known.positions}; {args.cluster}, {args.precision}")
+    length = f"sequence {known.positions}; " if positions > 1 else ""
+    screen.say(f"{args.model}: {known.title}; {length}{args.cluster}, {args.precision}")
     if not plans:
         screen.say(plans.hint)
         return 1
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     else:
         screen.out.print(plans.table(front=args.front))
     if args.html or args.trace:
-        from autopar.rehearsed import rehearsed
+        from autopar.plans import rehearsed
 
         shown = [(f"plan {i}", p) for i, p in enumerate(plans[: args.top], 1)]
         steps = [(n, p, rehearsed(p)) for n, p in shown]

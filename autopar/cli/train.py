@@ -160,6 +160,9 @@ class _Run:
     def go(self) -> None:
         """All steps that are left."""
         args, first = self.args, self.rank == 0
+        if self.step >= args.steps:
+            self.screen.say(f"nothing to train: step {self.step} is done, and --steps {args.steps} is of the whole run")
+            return
         tokens = args.batch * self.rows.length
         journal = None
         if first:

@@ -1,5 +1,6 @@
 """Charts of plans: what a step's time and memory are made of, by strategy, by rank, and in order."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ def time_bars(rows: Rows, measured: Sequence[Measured | None]) -> Any:
     _diamonds(figure, names, [m.step * scale if m else None for m in measured], unit)
     figure.update_xaxes(title=f"a step, {unit}")
     figure.update_yaxes(autorange="reversed")
-    return _look(figure, 110 + 44 * len(rows), barmode="stack")
+    return _look(figure, 110 + _height(rows) * len(rows), barmode="stack")
 
 
 def memory_bars(rows: Rows, measured: Sequence[Measured | None]) -> Any:
@@ -77,12 +78,27 @@ def memory_bars(rows: Rows, measured: Sequence[Measured | None]) -> Any:
         figure.add_vline(x=limit * scale, line={"color": "#b3261e", "dash": "dash"}, annotation_text="limit")
     figure.update_xaxes(title=f"the fullest rank, {unit}")
     figure.update_yaxes(autorange="reversed")
-    return _look(figure, 110 + 44 * len(rows), barmode="stack")
+    return _look(figure, 110 + _height(rows) * len(rows), barmode="stack")
+
+
+def short(name: str, most: int = 30) -> str:
+    """A strategy's name in lines that leave room for its bar: broken behind commas and blanks."""
+    lines = [""]
+    for word in re.findall(r"[^, ]+[, ]?", name):
+        if len(lines[-1] + word) > most and lines[-1]:
+            lines.append("")
+        lines[-1] += word
+    return "<br>".join(lines)
+
+
+def _height(rows: Rows) -> int:
+    """Of a bar, with room for the name of most lines."""
+    return max(44, *(17 * (short(n).count("<br>") + 1) for n, _ in rows))
 
 
 def _bar(figure: Any, name: str, labels: Sequence[str], values: Sequence[float], colour: str, unit: str) -> None:
     figure.add_bar(
-        y=list(labels), x=list(values), name=name, orientation="h", marker_color=colour,
+        y=[short(n) for n in labels], x=list(values), name=name, orientation="h", marker_color=colour,
         hovertemplate=f"%{{y}}<br>{name}: %{{x:.3g}} {unit}<extra></extra>",
     )  # fmt: skip
 
@@ -91,7 +107,7 @@ def _diamonds(figure: Any, names: Sequence[str], values: Sequence[float | None],
     known = [(n, v) for n, v in zip(names, values) if v is not None]
     if known:
         figure.add_scatter(
-            y=[n for n, _ in known], x=[v for _, v in known], mode="markers", name="measured",
+            y=[short(n) for n, _ in known], x=[v for _, v in known], mode="markers", name="measured",
             marker={"symbol": "diamond", "size": 12, "color": "#111827", "line": {"color": "white", "width": 1.5}},
             hovertemplate=f"%{{y}}<br>measured: %{{x:.4g}} {unit}<extra></extra>",
         )  # fmt: skip
@@ -165,9 +181,13 @@ def pareto(rows: Rows, front: Sequence[Plan], measured: Sequence[Measured | None
             text=[p.words for p in known],
             hovertemplate=f"%{{text}}<br>%{{x:.4g}} {word}, %{{y:.4g}} {unit}<extra></extra>",
         )  # fmt: skip
+    places: dict[tuple[float, float], list[str]] = {}  # strategies that cost the same are one point
+    for name, p in rows:
+        places.setdefault((p.memory, p.seconds), []).append(name)
+    texts = ["<br>".join(map(short, places.pop((p.memory, p.seconds), ()))) for _, p in rows]
     figure.add_scatter(
         x=[p.memory * small for _, p in rows], y=[p.seconds * scale for _, p in rows], mode="markers+text",
-        name="predicted", text=[n for n, _ in rows], textposition="top center", textfont={"size": 11},
+        name="predicted", text=texts, textposition="top center", textfont={"size": 11},
         marker={"size": 12, "color": "#3b7dd8", "line": {"color": "white", "width": 1.5}},
         customdata=[p.words for _, p in rows],
         hovertemplate=f"%{{customdata}}<br>%{{x:.4g}} {word}, %{{y:.4g}} {unit}<extra></extra>",

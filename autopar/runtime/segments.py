@@ -105,7 +105,7 @@ def join(parts: list[Tensor], dim: int, segments: Segments) -> Tensor:
             pieces.append(part.narrow(dim, at[c], run).unflatten(dim, (outer, counts[c], inner)))
             at[c] += run
         joined.append(torch.cat(pieces, dim + 1).flatten(dim, dim + 2))
-    return torch.cat(joined, dim)
+    return joined[0] if len(joined) == 1 else torch.cat(joined, dim)
 
 
 def pad(x: Tensor, dim: int, length: int) -> Tensor:

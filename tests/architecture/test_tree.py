@@ -14,7 +14,7 @@ SECTIONS = ["Does:", "Requires:", "Ensures:", "Communication:", "Limits:", "Sour
 ORDER = [
     "lazy", "errors", "strategy", "ir", "presets", "runtime", "rules", "trace", "cost", "solve", "verify", "passes",
     "emit", "checkpoint", "emit.module", "emit.deferred", "compile", "verify.numerics", "plans", "ranking", "shelf",
-    "families", "planner", "priced", "predict", "calibrate", "rehearsed", "auto", "api", "", "measure", "report", "cli",
+    "families", "planner", "predict", "calibrate", "auto", "api", "", "measure", "report", "cli",
     "__main__",
 ]  # fmt: skip
 

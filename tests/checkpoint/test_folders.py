@@ -140,9 +140,14 @@ def test_a_damaged_folder_is_refused_and_the_one_before_is_used(harm: str, tmp_p
         return pm.load(tmp_path)["step"]
 
     assert on_ranks("tp=2", read) == [1, 1]
+    with pytest.raises(AutoparError) as advised:
+        folder.find(newest)
+    assert str(step_folder(tmp_path, 1)) in str(advised.value.fix)
     shutil.rmtree(step_folder(tmp_path, 1))
-    with pytest.raises(AutoparError, match="step-2"):
-        folder.find(tmp_path)
+    for place in (tmp_path, newest):
+        with pytest.raises(AutoparError, match="step-2") as error:
+            folder.find(place)
+        assert error.value.fix == "load a checkpoint that was saved whole"
 
 
 def test_a_series_keeps_the_newest(tmp_path: pathlib.Path) -> None:
@@ -284,7 +289,7 @@ def test_refusals(tmp_path: pathlib.Path) -> None:
         pm.save(tmp_path / "c", optimizer)
         fewer = torch.optim.AdamW([p for n, p in pm.named_parameters() if "gain" not in n])
         before = pm.full_parameters()
-        refused("optimizer-mismatch", lambda: pm.load(tmp_path / "c", fewer))
+        refused("optimizer-mismatch", lambda: pm.load(tmp_path / "c", fewer), "the checkpoint's alone has")
         foreign = torch.optim.SGD([*pm.parameters(), torch.nn.Parameter(torch.ones(2))])
         refused("foreign-parameter", lambda: pm.save(tmp_path / "d", foreign))
         optimizer.state[next(pm.parameters())]["history"] = [torch.ones(1)]

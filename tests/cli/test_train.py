@@ -44,7 +44,9 @@ def records(out: pathlib.Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
 
 
-def test_two_processes_and_on_other_meshes(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_two_processes_and_on_other_meshes(
+    text: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole, again = tmp_path / "whole", tmp_path / "again"
     want = torchrun(text, whole, "--mesh", "dp=2", "--strategy", "zero=3", "--save-every", "3", "--hardware", "h100")
     assert [r["step"] for r in want] == [1, 2, 3, 4, 5, 6] and records(whole) == want
@@ -66,6 +68,9 @@ def test_two_processes_and_on_other_meshes(text: pathlib.Path, tmp_path: pathlib
     assert main(["train", MODEL, str(text), "--out", str(again), *OPTIONS, "--resume"]) == 0
     for a, b in zip(records(again), want, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+    capsys.readouterr()
+    assert main(["train", MODEL, str(text), "--out", str(again), *OPTIONS, "--resume", "--steps", "5"]) == 0
+    assert "nothing to train: step 6 is done" in capsys.readouterr().err and len(records(again)) == 6
 
 
 def test_auto_on_two_processes_has_the_losses_of_one(

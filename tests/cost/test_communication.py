@@ -1,8 +1,11 @@
 """Each row of the conversion table: bytes by definition, duality, ends, and the price of links."""
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 import sympy
 from hypothesis import given, settings
@@ -17,9 +20,12 @@ from autopar.cost.communication import (
     inner_link,
     link_between,
     link_of,
+    link_with,
     seconds,
+    shard_link,
     wire_bytes,
 )
+from autopar.cost.links import Links
 from autopar.cost.symbols import axis_size, evaluate
 from autopar.ir.layout import I, P, R, Shard, Type, piece, plain_shard
 from autopar.ir.mesh import Mesh
@@ -144,3 +150,46 @@ def test_split_axis_has_the_link_of_its_ranks() -> None:
     assert link_of(hw, halves, "tp") == link_of(hw, mesh, "tp")
     assert link_of(hw, halves, "tp0") == link_between(hw, 2, stride=4)
     assert link_of(hw, halves, "dp") == link_of(hw, mesh, "dp")
+
+
+def fewest(node: int, mesh: Mesh, axes: tuple[str, ...]) -> int:
+    """Ranks of a group on the node that has fewest of it, by counting them."""
+    groups: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+    for rank in range(mesh.world):
+        where = mesh.coordinates(rank)
+        groups[tuple(n for a, n in where.items() if a not in axes)][rank // node] += 1
+    return min(min(nodes.values()) for nodes in groups.values())
+
+
+@pytest.mark.parametrize("node", [1, 4, 6, 8])
+def test_ranks_of_a_group_on_a_node_are_counted(node: int) -> None:
+    """Also of several axes with another between, and of groups across the border of a node: there never too many."""
+    hardware, exact = replace(load("h100"), node=node), 0
+    for sizes, axes in product(
+        product((1, 2, 3, 4), repeat=3), (("dp",), ("tp",), ("cp",), ("dp", "tp"), ("dp", "cp"))
+    ):
+        mesh = Mesh.of(dict(zip(("dp", "tp", "cp"), sizes)))
+        if mesh.world > node and mesh.world % node:
+            continue
+        columns = {a: np.array([float(mesh.size(a))]) for a in ("pp", "dp", "ep", "tp", "cp")}
+        found, true = int(Links.placed(hardware, columns, tuple(columns)).inside(axes)[0]), fewest(node, mesh, axes)
+        ways = int(np.prod([mesh.size(a) for a in axes]))
+        assert link_of(hardware, mesh, *axes) == link_with(hardware, ways, found)
+        even = all(node % n == 0 or n % node == 0 for n in (sizes[2], sizes[1] * sizes[2])) or mesh.world <= node
+        assert found == true if even else found <= true, (mesh, axes, true)
+        exact += even
+    assert exact > 50
+
+
+def test_another_axis_between_two_that_sum_gradients_leaves_fewer_of_their_ranks_on_a_node() -> None:
+    hardware = load("h100")
+    apart, beside = Mesh.parse("dp=64,tp=2,cp=2"), Mesh.parse("dp=64,cp=2,tp=2")
+    assert link_of(hardware, apart, "dp", "cp") == link_of(hardware, beside, "dp", "cp") == link_with(hardware, 128, 4)
+    columns = {a: np.array([float(apart.size(a))]) for a in ("pp", "dp", "ep", "tp", "cp")}
+    assert Links.placed(hardware, columns, tuple(columns)).inside(("dp", "cp")) == 4
+
+
+def test_shards_inside_a_node_do_not_pay_for_the_network() -> None:
+    hardware, mesh = load("h100"), Mesh.parse("dp=32,tp=2")
+    assert shard_link(hardware, mesh, ("dp",), 4, False) == link_between(hardware, 4)
+    assert shard_link(hardware, mesh, ("dp",), 4, True) == link_between(hardware, 8, 8)

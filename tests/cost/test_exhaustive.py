@@ -1,5 +1,7 @@
 """The best plan of a small space is the one that pricing every lowered program finds."""
 
+import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from autopar.families import families
 from autopar.ir.layout import Layout, R
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
+from autopar.ir.units import managed
 from tests.llama import llama
 
 RANKS, ROWS, LENGTH = 4, 8, 64
@@ -31,8 +34,8 @@ GIVEN = (("zero", 0), ("recompute", "none"))
 PLAIN = Regime(overlap=0.0, compute_width=4, reduce_width=4, update=0.0, engine=False)
 
 
-def example(rows: int) -> dict[str, torch.Tensor]:
-    ids = torch.zeros(rows, LENGTH, dtype=torch.int64, device="meta")
+def example(rows: int, length: int = LENGTH) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
     return {"input_ids": ids, "labels": torch.zeros_like(ids)}
 
 
@@ -115,3 +118,37 @@ def test_every_plan_costs_what_its_program_does(cluster: str) -> None:
         # A closed form knows how far a schedule hides sends behind unequal stages but roughly.
         close = 1e-3 if option.sizes["pp"] == 1 else 0.02
         assert option.seconds == pytest.approx(seconds, rel=close), where
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_candidates_of_random_clusters_cost_what_their_programs_do(seed: int) -> None:
+    """Of nodes and meshes of any size, every ZeRO stage, copies of shards, and axes in any place; none is refused.
+
+    Models are large enough that the solver, which weighs seconds, cuts them as it cuts the families' example.
+    """
+    draw = random.Random(seed)
+    ranks, node = draw.choice((4, 6, 8, 12)), draw.choice((1, 2, 3, 4, 8))
+    rows, length = ranks * draw.choice((16, 32)), 48 * draw.choice((4, 8))
+    hardware = replace(load(draw.choice(("cpu", "h100"))), ranks=ranks, node=node)
+    heads = draw.choice((4, 6, 8))
+    model = llama(
+        layers=draw.choice((2, 3)), max_position_embeddings=length, hidden_size=heads * 32, intermediate_size=768,
+        num_attention_heads=heads, num_key_value_heads=draw.choice((2, heads)), vocab_size=draw.choice((960, 1152)),
+    ).train()  # fmt: skip
+    space = Space(ranks, node, rows, length, ("dp", "cp", "tp"), given=(("recompute", "none"), ("microbatches", 1)))
+    made = families(model, (), example(2, length), hardware=hardware, precision="fp32")
+    question = Question(tuple(Forms(f) for f in made.values()), hardware, space, PLAIN, np.inf)
+    found = [
+        option
+        for forms, grid in every_grid(question)
+        for option in question.options(forms, grid.candidates, np.flatnonzero(grid.legal))
+    ]
+    for option in draw.sample(found, min(5, len(found))):
+        kind = f",context_parallel={option.context}" if option.context else ""
+        strategy = f"sequence_parallel={'true' if option.sequence else 'false'},hardware={hardware.name}{kind}"
+        mesh, inputs = Mesh.parse(option.mesh), example(option.rows, length)
+        program = lower(model, (), inputs, mesh, strategy, after="reshard", loss_only=True)
+        stage = Stage(option.zero, option.shard or None, units=managed(program))
+        real = float(price(program, hardware, zero=stage).step_seconds)
+        where = f"{option.words} on nodes of {node}: {option.seconds * 1e6:.4g} µs, its program {real * 1e6:.4g}"
+        assert option.seconds == pytest.approx(real, rel=3e-3), where

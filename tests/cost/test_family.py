@@ -19,8 +19,7 @@ from autopar.cost.search import Question
 from autopar.cost.zero import Stage
 from autopar.families import Example, families
 from autopar.ir.mesh import Mesh
-from autopar.priced import candidate
-from autopar.ranking import space_of
+from autopar.ranking import candidate, space_of
 
 HARDWARE = profile("cpu")
 

@@ -14,7 +14,7 @@ from autopar.cost.program import price
 from autopar.families import families
 from autopar.ir.mesh import Mesh
 from autopar.planner import plan
-from autopar.rehearsed import rehearsed
+from autopar.plans import rehearsed
 
 WIDTH = 64
 

@@ -11,8 +11,8 @@ from autopar.cli.main import main
 from autopar.cli.measured import made
 from autopar.errors import AutoparError
 from autopar.measure import measure, rows_of
-from autopar.priced import compare
-from autopar.rehearsed import closer, rehearsed
+from autopar.planner import compare
+from autopar.plans import closer, rehearsed
 from autopar.runtime.live import Live
 
 MODEL, ROWS, TOKENS = "hf:llama3-8b-tiny", 16, 128

@@ -14,8 +14,9 @@ from autopar.cli.arguments import split_axes
 from autopar.cli.main import main
 from autopar.cli.models import load
 from autopar.cost.table import duration, size
-from autopar.priced import compare
-from autopar.rehearsed import rehearsed
+from autopar.planner import compare
+from autopar.plans import rehearsed
+from autopar.report.figures import short
 
 MODEL = "hf:llama3-8b-tiny"
 STRATEGIES = ["dp=4,zero=3", "dp=2,tp=2,sequence_parallel=true", "pp=2,dp=2,microbatches=4"]
@@ -46,6 +47,13 @@ def made(tmp_path_factory):
 @pytest.fixture(scope="module")
 def page(made):
     return made[0]
+
+
+def test_the_page_says_what_it_is_of_and_long_names_leave_room(page):
+    text = page.read_text(encoding="utf-8")
+    assert "on 4 devices (h100); a step of 16 rows of 16 positions" in text
+    assert short("pp=4,dp=8,tp=2,microbatches=16,zero=1").split("<br>") == ["pp=4,dp=8,tp=2,", "microbatches=16,zero=1"]
+    assert short("fsdp") == "fsdp" and max(map(len, short("x" * 40 + ",y=1").split("<br>"))) == 41
 
 
 def test_the_table_and_the_page_have_the_numbers_of_the_timeline(made):
