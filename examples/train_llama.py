@@ -27,8 +27,8 @@ from autopar.calibrate import to_toml
 from autopar.cli.arguments import split_axes
 from autopar.cli.measured import Pair, measured_table
 from autopar.measure import Batch, measure
-from autopar.priced import compare
-from autopar.rehearsed import closer, rehearsed
+from autopar.planner import compare
+from autopar.plans import closer, rehearsed
 
 STRATEGIES = (
     "dp=2", "tp=2", "tp=2,sequence_parallel=true", "dp=2,zero=3", "pp=2,microbatches=4", "cp=2",

@@ -65,6 +65,13 @@ def test_imports_go_one_way(module):
         assert place(target) <= place(module), f"autopar.{module} imports autopar.{target}"
 
 
+@pytest.mark.parametrize("folder", ("examples", "benchmarks"))
+def test_what_stands_outside_imports_what_there_is(folder):
+    for path in _walk(ROOT / folder):
+        gone = {t for t in imports(path, path.name) if t and t not in modules()}
+        assert not gone, f"{path.relative_to(ROOT)} imports autopar.{', autopar.'.join(gone)}"
+
+
 def test_files_are_small():
     folders = ("autopar", "tests", "examples", "benchmarks")
     sizes = {p: len(p.read_text(encoding="utf-8").splitlines()) for f in folders for p in _walk(ROOT / f)}
