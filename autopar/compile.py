@@ -173,51 +173,46 @@ class Compiler:
         self.dims: dict[str, int | None] = {}  # batch dim of each input by name, as found at its first call
         self.objects: dict[Same, int] = {}  # objects among the inputs by when they came, which ranks compare
         self.said: set[str] = set()
-        self.state: State | None = None  # what calls so far left in the model's attributes
-        self.current: dict[Any, State | None] = {}  # with which state each trace begins
+        self.states: list[State | None] = [None]  # what calls left in the model's attributes, each once
+        self.state = 0  # which of them the next call meets
+        self.next: dict[Any, int] = {}  # which of them a call leaves, by what it is and what it meets
 
     def variant(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, train: bool, loss_only: bool, grad: bool
     ) -> Variant:
         """The variant for a call; compiled where it is new. Collective: every rank calls it with its own rows."""
-        key = self._key(args, kwargs, train, "loss" if loss_only else "outputs")
-        self._expire(key)
-        if (key, loss_only) not in self.variants:
+        here = self.state, self._key(args, kwargs, train, "loss" if loss_only else "outputs")
+        if (here, loss_only) not in self.variants:
             with uncollected():
-                self.variants[key, loss_only] = self._agreed(
-                    lambda: self._compile(self._traced(key, args, kwargs), loss_only)
+                self.variants[here, loss_only] = self._agreed(
+                    lambda: self._compile(self._traced(here, args, kwargs), loss_only)
                 )
-        made = self.variants[key, loss_only]
-        self._advance(key)
+        made = self.variants[here, loss_only]
+        self._advance(here)
         if grad and not loss_only:
             self._tell(sums([v.program for v in self.variants.values()]))
         return made
 
     def example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool) -> Variant:
         """The variant of the example inputs: that of a training step where there is a loss. Collective."""
-        key = self._key(args, kwargs, train, f"compile {self.identity}")
+        here = self.state, self._key(args, kwargs, train, f"compile {self.identity}")
 
         def make() -> Variant:
-            traced = self._traced(key, args, kwargs)
+            traced = self._traced(here, args, kwargs)
             loss_only = any(o.kind == "loss" for o in traced.program.outputs)
-            return self.variants.setdefault((key, loss_only), self._compile(traced, loss_only))
+            return self.variants.setdefault((here, loss_only), self._compile(traced, loss_only))
 
         return self._agreed(make)
 
-    def _expire(self, key: Any) -> None:
-        """Forget what was traced before another call changed the model's attributes."""
-        if self.current.get(key, self.state) is not self.state:
-            for held in (self.traces, self.current):
-                held.pop(key)
-            for loss_only in (True, False):
-                self.variants.pop((key, loss_only), None)
-
-    def _advance(self, key: Any) -> None:
+    def _advance(self, here: Any) -> None:
         """The call is made: what it leaves in attributes is what later traces begin with."""
-        traced = self.traces[key]
-        if traced.left is not None:
-            self.state, traced.left = traced.left, None
-            self.current[key] = self.state
+        left = self.traces[here].left
+        if left is not None and here not in self.next:
+            alike = (i for i, known in enumerate(self.states) if known and known.same(left))
+            self.next[here] = next(alike, len(self.states))
+            if self.next[here] == len(self.states):
+                self.states.append(left)
+        self.state = self.next.get(here, self.state)
 
     def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool, what: str) -> Any:
         try:
@@ -249,29 +244,39 @@ class Compiler:
             flags[name] = known.get(name, flags.get(name.rpartition(".")[0], train))
         return tuple(flags.values())
 
-    def _traced(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Traced:
-        if key not in self.traces:
+    def _traced(self, here: tuple[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Traced:
+        if here not in self.traces:
             _check_call(self.model, args, kwargs)
-            rows, flags = key[-2], key[-1]
+            state, (*_, rows, flags) = here
             structure, tensors = Structure.of(self.model, args, kwargs)
             dims = batch_dims_of(structure, tensors, self.batch_dims, self.dims)
             with flagged(self.model, flags):
                 traced = trace_in(
                     precision_of(self.strategy), self.model, args, kwargs,
                     mesh=self.mesh, rows=rows, loss=self.loss, batch_dims=dims, train=flags[0],
-                    start=self.state,
+                    start=self.states[state],
                 )  # fmt: skip
-            self.current[key] = self.state
             self._tell(traced.notes)
             traced.program = settle_outputs(traced.program)
-            self.traces[key] = self.rewrite(traced)
+            self._check_written(traced)
+            self.traces[here] = self.rewrite(traced)
             if len(self.traces) == MANY:
                 self._tell([
                     f"the model was traced for {MANY} ways of calling it, each compiled and kept: shapes, numbers, "
-                    "strings and callables among the inputs, and modes; pad to fewer shapes, pass numbers as tensors, "
-                    "and the same callables"
+                    "strings and callables among the inputs, modes, and what calls leave in attributes; pad to fewer "
+                    "shapes, pass numbers as tensors, and the same callables"
                 ])  # fmt: skip
-        return self.traces[key]
+        return self.traces[here]
+
+    def _check_written(self, traced: Traced) -> None:
+        """Tables that calls keep are computed from buffers anew, which must be what they were."""
+        every = [t.program for t in (*self.traces.values(), traced)]
+        written = {o.name for p in every for o in p.outputs if o.kind == "buffer"}
+        states = filter(None, (*self.states, traced.left))
+        heads = (n for s in states for n in s.recipe.find_nodes(op="placeholder"))
+        if stale := sorted(written & {n.meta["param"] for n in heads}):
+            why = f"{stale[0]}: the forward writes it, and keeps in an attribute what it computed from it once"
+            raise AutoparError("python-state", why, "keep what is computed in a registered buffer")
 
     def _compile(self, traced: Traced, loss_only: bool) -> Variant:
         program = only_loss(traced.program) if loss_only else traced.program

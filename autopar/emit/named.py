@@ -46,12 +46,22 @@ class Named(nn.Module):
         return [m for n in names if (m := self._modules[n]) is not None]
 
 
+def part_called() -> AutoparError:
+    """For a user's own call of a layer."""
+    why = "a layer of a parallel module is called by itself, but its programs are those of the whole model"
+    return AutoparError("part-called", why, "call the module, or parallelize that layer of the model")
+
+
 class Container(Named):
     """A place below the root; it is never called."""
 
     def __init__(self) -> None:
         # What nn.Module's own sets, attribute by attribute through checks: deep models have thousands of places.
         self.__dict__.update({n: type(v)() if isinstance(v, (dict, set)) else v for n, v in _FRESH.items()})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises AutoparError ``part-called``."""
+        raise part_called()
 
 
 def _hookless(name: str) -> Callable[..., Any]:

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from autopar.emit.named import Container
+from autopar.emit.named import Container, part_called
 from autopar.emit.owned import owned
 from autopar.emit.segmented import SegmentedDTensor, segmented
-from autopar.errors import AutoparError
 from autopar.ir.program import Param
 from autopar.runtime.axis import Axis
 from autopar.runtime.collectives import all_reduce_invariant
@@ -24,11 +23,14 @@ class Unit(Container):
 
     hooked = False  # whether an engine hooks the outputs; an in-place op on a view would drop its hook
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As any module's, by the programs alone. Raises AutoparError ``part-called`` before an engine gathers."""
+        if not args or not isinstance(args[0], Call):
+            raise part_called()
+        return nn.Module.__call__(self, *args, **kwargs)
+
     def forward(self, call: "Call", *values: Any) -> Any:
-        """Run ``call`` on local tensors. Raises AutoparError ``part-called`` for a user's own call of a layer."""
-        if not isinstance(call, Call):
-            why = "a layer of a parallel module is called by itself, but its programs are those of the whole model"
-            raise AutoparError("part-called", why, "call the module, or parallelize that layer of the model")
+        """Run ``call`` on local tensors."""
         out = call(values)
         if self.hooked and torch.is_grad_enabled():
             return tuple(x.clone() if isinstance(x, Tensor) and x._is_view() and x.requires_grad else x for x in out)

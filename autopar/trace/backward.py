@@ -54,7 +54,9 @@ def watched(model: nn.Module) -> Iterator[None]:
 
 def _refuse_hooks(model: nn.Module) -> None:
     hooked = sorted(n or "the model" for n, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks)
-    hooked += sorted(n for n, p in model.named_parameters() if p._backward_hooks)
+    hooked += sorted(
+        n for n, p in model.named_parameters() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+    )
     if hooked:
         raise AutoparError(
             "custom-backward",

@@ -1,7 +1,8 @@
 """What calls leave in plain attributes for later calls, from trace to trace; tensors as the ops that make them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from autopar.ir.program import Param, Spec
 from autopar.trace.blueprint import mode_of
-from autopar.trace.state import ABSENT, Place, Snapshot, tensors_in
+from autopar.trace.state import ABSENT, DEPTH, Place, Snapshot, tensors_in
 
 if TYPE_CHECKING:
     from autopar.trace.export import Exported
@@ -42,21 +43,54 @@ class State:
 
     @classmethod
     def of(cls, after: Snapshot, kept: Sequence[Place], tensors: Sequence[Tensor]) -> "State | None":
-        """The state ``after`` a call at the places ``kept``; None for what cannot be copied. The recipe is empty."""
+        """The state ``after`` a call at the places ``kept``, but for what cannot be copied; None where that is all.
+
+        The recipe is empty.
+        """
         stands = [Stand(t.shape, t.dtype) for t in tensors]
         memo: dict[int, Any] = {id(t): s for t, s in zip(tensors, stands)} | {id(m): m for m in after.modules.values()}
-        try:
-            values = deepcopy([value_at(after, place) for place in kept], memo)
-        except Exception:  # what deepcopy of a user's object raises is not known
+        values: dict[Place, Any] = {}
+        for place in kept:
+            with suppress(Exception):  # what deepcopy of a user's object raises is not known
+                values[place] = deepcopy(value_at(after, place), memo)
+        if not values or (stands and len(values) < len(kept)):
             return None
         buffers = frozenset(p for p in kept if p[1] in after.tensors[p[0], "_buffers"])
-        return cls(after.modules, dict(zip(kept, values)), buffers, stands)
+        return cls(after.modules, values, buffers, stands)
+
+    def without(self, places: Collection[Place]) -> "State | None":
+        """What it says of other places; None where that is nothing."""
+        values = {p: v for p, v in self.values.items() if p not in places}
+        return replace(self, values=values) if values else None
+
+    def same(self, other: "State") -> bool:
+        """Whether a call that begins with either computes the same."""
+        return not self.hooks and not other.hooks and self._text() == other._text()
+
+    def _text(self) -> Any:
+        """What tells it from others."""
+        names: dict[int, Any] = {id(m): ("module", path) for path, m in self.modules.items()}
+        names |= {id(s): ("stand", i, tuple(s.shape), s.dtype) for i, s in enumerate(self.stands)}
+        values = {place: _frozen(value, names, DEPTH) for place, value in self.values.items()}
+        known = {name: _content(value) for name, value in self.constants.items()}
+        order = {node: i for i, node in enumerate(self.recipe.nodes)}
+        recipe = [
+            (str(n.target), known.get(n.meta.get("param", ""), n.meta.get("param")))
+            if n.op == "placeholder"
+            else (str(n.target), repr(fx.node.map_arg((n.args, n.kwargs), lambda a: _Number(order[a]))))
+            for n in self.recipe.nodes
+        ]
+        return values, self.buffers, recipe
 
     def over(self, earlier: "State") -> "State":
-        """This state, and what an ``earlier`` one says of other places; both without stand-ins."""
+        """This state, which has no stand-ins, and what an ``earlier`` one says of other places."""
         memo: dict[int, Any] = {id(m): self.modules[path] for path, m in earlier.modules.items()}
+        memo |= {id(s): s for s in earlier.stands}
         values = {**deepcopy(earlier.values, memo), **self.values}
-        return replace(self, values=values, buffers=self.buffers | earlier.buffers)
+        return replace(
+            self, values=values, buffers=self.buffers | earlier.buffers,
+            stands=earlier.stands, recipe=earlier.recipe, constants=earlier.constants,
+        )  # fmt: skip
 
     def install(self, modules: Mapping[str, nn.Module], tensors: Sequence[Tensor]) -> None:
         """Put the attributes into the modules of a model, with ``tensors`` in place of the stand-ins."""
@@ -108,6 +142,19 @@ class State:
                 new = name if name in self.constants else f"carried.{len(self.constants)}.{name}"
                 self.constants[new], node.meta["param"] = exported.constants[name], new
         return True
+
+
+def _frozen(value: Any, names: Mapping[int, Any], depth: int) -> Any:
+    """Equal for equal plain values and containers of them; identity for the rest."""
+    if id(value) in names:
+        return names[id(value)]
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)):
+        return type(value), value
+    if isinstance(value, dict) and depth:
+        return type(value), tuple(tuple(_frozen(x, names, depth - 1) for x in item) for item in value.items())
+    if isinstance(value, (list, tuple, deque)) and depth:
+        return type(value), tuple(_frozen(x, names, depth - 1) for x in value)
+    return type(value), id(value)
 
 
 def inline(state: State, exported: "Exported") -> None:

@@ -28,13 +28,14 @@ def left_by(wrapper: Flat, run: Run) -> tuple[State | None, list[str]]:
     ``input-mutation`` for a buffer of another shape that they do not read.
     """
     model = getattr(wrapper, WRAPPED)
-    twice = wrapper.seen.changed
+    twice, plain = wrapper.seen.changed, wrapper.seen.left
     probe = Flat(model, copy(wrapper.structure), None, whole=False, twice=twice, start=wrapper.start)
     try:
         run(probe)
     except (AutoparError, Unsafe):
         if not probe.seen.carried.read:
             raise
+        plain = None
     read, state = probe.seen.carried.read, None
     if read:
         again = read.keys() & set(probe.seen.moved)
@@ -50,6 +51,10 @@ def left_by(wrapper: Flat, run: Run) -> tuple[State | None, list[str]]:
             )
     _check_buffers(wrapper, state)
     names = sorted(f"{path}.{name}" if path else name for path, name in probe.seen.carried.updated)
+    rest = plain and plain.without({*probe.seen.moved, *probe.seen.carried.updated, *(state.values if state else ())})
+    if rest:  # what calls of another kind may read
+        before = state or wrapper.start
+        state = rest.over(before) if before else rest
     return state and state.lasting, [
         f"{name}: the forward updates it; in the parallel model it stays as it is" for name in names
     ]
@@ -86,7 +91,8 @@ def _settled(wrapper: Flat, run: Run, read: list[Place]) -> State | None:
     own = [kind for kind in one.outputs if kind != ("kept", "")]
     inputs = sum("input" in n.meta for n in two.graph.find_nodes(op="placeholder")) - number
     same = own == two.outputs and alike((one.graph, one.constants), (two.graph, two.constants), inputs, number)
-    if not same or set(second.seen.changed) & set(kept):
+    changed = set(second.seen.changed)
+    if not same or changed & set(kept) or changed - set(wrapper.seen.changed):
         return None
     if wrapper.start:
         inline(wrapper.start, one)

@@ -174,7 +174,7 @@ def test_an_error_of_one_rank_is_an_error_of_all(ranks: Ranks) -> None:
 
 
 def op_that_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.InstanceNorm1d(6, track_running_stats=True))
+    model = nn.Sequential(seeded(nn.Linear, WIDTH, WIDTH), nn.InstanceNorm1d(6, track_running_stats=True))
     autopar.parallelize(model, "dp=2", args=(features(*X),), loss=squares)
 
 
@@ -333,3 +333,6 @@ def test_a_layer_is_not_called_by_itself() -> None:
     with pytest.raises(AutoparError) as caught:
         pm[0](features(*X))
     assert caught.value.slug == "part-called"
+    for call in (lambda: pm[0](x=features(*X)), lambda: next(iter(pm[0].children()))(features(*X))):
+        with pytest.raises(AutoparError, match="part-called"):
+            call()

@@ -1,5 +1,6 @@
 """What calls leave in attributes (tables that are made once, largest sizes, caches) is met by later ones."""
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -206,6 +207,66 @@ def test_a_trace_from_what_a_call_left_has_the_ops_that_made_it() -> None:
     torch.testing.assert_close(results[-1], Grown()(inputs(4)))
 
 
+class Modes(Net):
+    """What training sets, evaluation reads; beside it stand a tensor and what cannot be copied."""
+
+    layers: nn.ModuleList
+
+    def set_up(self) -> None:
+        self.layers, self.made = nn.ModuleList(), 1.0
+
+    def remembered(self, x: Tensor) -> Any:
+        if not self.training:
+            return self.made
+        self.made, self.last, self.odd = 2.0, x.detach(), (i for i in ())
+        return 1.0
+
+
+class Layered(Modes):
+    """The same in a model whose layers are traced once."""
+
+    def set_up(self) -> None:
+        super().set_up()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Modes, Layered])
+def test_what_one_kind_of_call_leaves_another_meets(kind: Callable[[], Net]) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    same, x = copy.deepcopy(model), inputs(4)
+    pm = autopar.parallelize(model, "dp=1", args=(x,))
+    with torch.no_grad():
+        for mode in (True, False, True, False):
+            pm.train(mode)
+            same.train(mode)
+            torch.testing.assert_close(pm(x), same(x))
+
+
+class Length(Net):
+    """The last length, which nobody reads."""
+
+    def remembered(self, x: Tensor) -> Any:
+        self.size = x.shape[1]
+        return 1.0
+
+
+@pytest.mark.parametrize("kind", [Length, Mask, Largest])
+def test_calls_that_take_turns_are_traced_once_each(kind: Callable[[], Net]) -> None:
+    pm = autopar.parallelize(kind(), "dp=1", args=(inputs(4),))
+    known = []
+    for _ in range(4):
+        for length in (4, 6):
+            pm(inputs(length))
+        known.append(len(pm._compiler.traces))  # type: ignore[attr-defined]
+    assert known[1] == known[-1] <= 4
+
+
 class Slow(Net):
     """What the first call computes is not what later ones do."""
 
@@ -232,6 +293,15 @@ class OfWeights(Net):
         return self.made
 
 
+class Third(Net):
+    """What the first call sets, the second one passes on to the third."""
+
+    def remembered(self, x: Tensor) -> Any:
+        factor = 2.0 if self.made else 1.0
+        self.made, self.size = self.size, 1
+        return factor
+
+
 class Drawn(Net):
     """Numbers that were drawn once."""
 
@@ -241,11 +311,31 @@ class Drawn(Net):
         return self.made
 
 
-@pytest.mark.parametrize("kind", [Slow, OfRows, OfWeights, Drawn])
+@pytest.mark.parametrize("kind", [Slow, OfRows, OfWeights, Third, Drawn])
 def test_what_is_not_the_same_for_every_call_is_refused(kind: Callable[[], Net]) -> None:
     with pytest.raises(AutoparError) as caught:
         trace(kind(), (inputs(4),), {}, mesh=Mesh.parse("dp=1"))
     assert caught.value.slug == "python-state"
+
+
+class Written(Net):
+    """A table of a buffer that training writes."""
+
+    def remembered(self, x: Tensor) -> Any:
+        if self.training:
+            self.inv = self.inv * 2
+        elif self.made is None:
+            self.made = self.inv + 1
+        return 1.0 if self.training else self.made
+
+
+def test_a_table_of_a_buffer_that_calls_write_is_refused() -> None:
+    pm = autopar.parallelize(Written(), "dp=1", args=(inputs(4),))
+    pm(inputs(4))
+    pm.eval()
+    with pytest.raises(AutoparError) as caught:
+        pm(inputs(4))
+    assert caught.value.slug == "python-state" and "inv" in caught.value.message
 
 
 def test_a_buffer_of_another_shape_that_nobody_reads_is_refused() -> None:

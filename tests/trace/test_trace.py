@@ -163,11 +163,13 @@ def test_custom_function_with_its_own_derivative_is_taken() -> None:
         torch.testing.assert_close(evaluate(program, model.state_dict(), [X])[0], model(X))
 
 
-@pytest.mark.parametrize("of", ["module", "parameter"])
+@pytest.mark.parametrize("of", ["module", "parameter", "gradient"])
 def test_backward_hooks_are_refused(of: str) -> None:
     model = Body(lambda m, x: x)
     if of == "module":
         model.lin.register_full_backward_hook(lambda *a: None)
+    elif of == "gradient":
+        model.lin.weight.register_post_accumulate_grad_hook(lambda p: None)
     else:
         model.lin.weight.register_hook(lambda g: g * 2)
     with pytest.raises(AutoparError, match="lin.*: a backward hook") as caught:
