@@ -15,6 +15,7 @@ from autopar.cost.search import Found, Option
 from autopar.cost.table import duration, size
 
 if TYPE_CHECKING:
+    from autopar.cost.forms import Forms
     from autopar.cost.rehearsal import Rehearsal
 
 PRICED = (
@@ -128,9 +129,14 @@ class Plan:
         """The closed forms of which the plan's numbers are made, with their values."""
         from autopar.cost.formulas import formulas  # which loads symbols
 
-        o, question = self.option, self.found.question
-        family = next((f.family for f in question.forms if f.family.sequence == o.sequence), question.forms[0].family)
-        yield from formulas(family, {**o.sizes, "b": o.rows, "s": question.space.positions / o.sizes["cp"]})
+        o, positions = self.option, self.found.question.space.positions
+        yield from formulas(_forms(self).family, {**o.sizes, "b": o.rows, "s": positions / o.sizes["cp"]})
+
+
+def _forms(plan: Plan) -> "Forms":
+    """The closed forms that a plan was priced by."""
+    forms = plan.found.question.forms
+    return next((f for f in forms if f.family.sequence == plan.option.sequence), forms[0])
 
 
 def rehearsed(plan: Plan) -> "Rehearsal | None":
@@ -140,8 +146,7 @@ def rehearsed(plan: Plan) -> "Rehearsal | None":
     option, question = plan.option, plan.found.question
     if option.sizes["pp"] * option.virtual * option.microbatches > MOST:
         return None
-    forms = next((f for f in question.forms if f.family.sequence == option.sequence), question.forms[0])
-    return rehearse(forms, plan.hardware, option, question.regime, question.space.positions)
+    return rehearse(_forms(plan), plan.hardware, option, question.regime, question.space.positions)
 
 
 def closer(plan: Plan, found: "Rehearsal | None") -> Plan:

@@ -133,7 +133,8 @@ class Predictor:
         except AutoparError as error:
             return _refused(error)
         except Exception as error:  # of whatever numbers a file has; the other rows are to be priced
-            return _refused(AutoparError("unpriced-row", f"{type(error).__name__}: {error}", "compare with other rows"))
+            fix = "this is a fault of autopar, please report it with the row"
+            return _refused(AutoparError("unpriced-row", f"{type(error).__name__}: {error}", fix))
         seconds = float(found.seconds[0])
         ranks = float(np.prod([v[0] for v in table.sizes.values()]))
         tokens = table.positions * float((table.rows * table.microbatches * table.sizes["dp"] * table.sizes["ep"])[0])

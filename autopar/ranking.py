@@ -11,7 +11,7 @@ from autopar.cost.candidates import ORDER, SCHEDULES, Candidates
 from autopar.cost.forms import POLICIES, Forms
 from autopar.cost.hardware import Hardware
 from autopar.cost.regime import Regime
-from autopar.cost.schedule import check_legal, default_stages
+from autopar.cost.schedule import check_legal, default_schedule, default_stages, most_microbatches
 from autopar.cost.search import Found, Question, search
 from autopar.cost.space import Space
 from autopar.cost.table import size
@@ -20,7 +20,6 @@ from autopar.ir.mesh import KNOWN_AXES, Mesh
 from autopar.plans import Plan, Plans
 from autopar.strategy import Strategy
 
-MOST = 4  # microbatches for each stage of a pipeline, where none are named, as ``passes.choices`` has it
 USABLE = 0.92  # of a device's memory: what is left by its context, the allocator and libraries
 FIELDS = (
     "sequence_parallel", "zero", "zero_shard_size", "microbatches", "schedule", "virtual_stages", "recompute",
@@ -169,12 +168,15 @@ def candidate(mesh: Mesh, fields: Mapping[str, Any], forms: Forms, batch: int, p
     _check_divides(sizes, forms, positions, asked.context_parallel)
     _check_engine(sizes, asked)
     own, rest = divmod(batch, sizes["dp"] * sizes["ep"])
-    parts = asked.microbatches or _parts(sizes["pp"], own)
+    name = asked.schedule or ("interleaved" if (asked.virtual_stages or 1) > 1 else "")
+    parts = asked.microbatches or 1
+    if not asked.microbatches and sizes["pp"] > 1 and own:
+        parts, _ = most_microbatches(name, sizes["pp"], asked.virtual_stages or 0, own)
     rows, left = divmod(own, parts)
     if rest or left or not rows:
         what = f"a batch of {batch} over {sizes['dp'] * sizes['ep']} data ranks and {parts} microbatches"
         raise AutoparError("indivisible-batch", what, "give --batch a multiple of both")
-    schedule = asked.schedule or ("1f1b" if parts >= sizes["pp"] else "gpipe")
+    schedule = name or default_schedule(sizes["pp"], parts)[0]
     virtual = asked.virtual_stages or (default_stages(schedule) if sizes["pp"] > 1 else 1)
     if sizes["pp"] > 1:
         _check_stages(schedule, sizes["pp"], virtual, parts, len(forms.family.order))
@@ -190,11 +192,6 @@ def candidate(mesh: Mesh, fields: Mapping[str, Any], forms: Forms, batch: int, p
     )  # fmt: skip
 
 
-def _parts(stages: int, rows: int) -> int:
-    """Microbatches where a strategy names none: of a pipeline as many as divide the rows, up to four a stage."""
-    return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= MOST * stages) if stages > 1 and rows else 1
-
-
 def _check_divides(sizes: Mapping[str, int], forms: Forms, positions: int, kind: str | None) -> None:
     for axis in ("tp", "ep"):
         if not forms.family.allows(axis, sizes[axis]):
@@ -207,7 +204,8 @@ def _check_divides(sizes: Mapping[str, int], forms: Forms, positions: int, kind:
         raise AutoparError("indivisible-dim", f"heads do not divide over tp times cp={ways}", "context_parallel=ring")
     whole = (2 * ways if cp > 1 else ways) if forms.family.length and (cp > 1 or forms.family.sequence) else 1
     if positions % whole:
-        raise AutoparError("indivisible-dim", f"{positions} positions do not divide over {whole} runs", "another --seq")
+        why = f"{positions} positions that do not divide over {whole} runs have no price"
+        raise AutoparError("indivisible-dim", why, f"a --seq that {whole} divides, as {-(-positions // whole) * whole}")
 
 
 def _check_engine(sizes: Mapping[str, int], asked: Strategy) -> None:

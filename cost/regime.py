@@ -109,7 +109,8 @@ NANOTRON = Regime(
 """nanotron: eager kernels, asynchronous gathers over tp, bf16 gradients beside the fp32 ones that they are added to.
 
 Its loss over shards of the vocabulary makes two more fp32 tensors of the logits' size (``sharded_cross_entropy``).
-``hidden``, ``host``, ``wait``, ``bucket`` and ``reserve`` are fitted to the playbook's rows (benchmarks/data): with
+``hidden``, ``behind``, ``host``, ``wait``, ``bucket``, ``retries`` and ``reserve`` are fitted to the playbook's rows
+(benchmarks/data), and ``recorded`` and ``cuts`` are what they show: with
 those of one of the two models alone, the other's median error is the same. Why hosts wait for collectives of tp where
 stages lie on several nodes, 0.17 ms for each rank of the group whatever the message, is not known."""
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from autopar.errors import AutoparError
 
+MOST = 4  # microbatches for each rank of a pipeline: its ranks are then idle for less than a fifth of a step
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 SENDS, RECEIVES = ("SEND_F", "SEND_B"), ("RECV_F", "RECV_B")
 COMPUTE = (FORWARD, BACKWARD, INPUT, WEIGHT)
@@ -113,6 +114,30 @@ def default_schedule(ranks: int, microbatches: int) -> tuple[str, str]:
         why = f"{microbatches} microbatches fill {ranks} stages, and 1f1b holds the fewest of them at once"
         return "1f1b", why
     return "gpipe", f"{microbatches} microbatches are fewer than the {ranks} stages that 1f1b needs"
+
+
+def most_microbatches(name: str, ranks: int, per_rank: int, rows: int) -> tuple[int, bool]:
+    """Microbatches of a step where the user names none: the most that divide a rank's ``rows`` and can run.
+
+    Args:
+        name: of the schedule; empty where the user names none. per_rank: stages on each rank; 0 for the schedule's own.
+
+    Returns:
+        How many, and whether the schedule had no part in it.
+    """
+    counts = [n for n in range(1, rows + 1) if rows % n == 0 and n <= MOST * ranks]
+    able = [n for n in counts if runs(name, ranks, per_rank, n)]
+    return max(able or counts), len(able) in (0, len(counts))
+
+
+def runs(name: str, ranks: int, per_rank: int, microbatches: int) -> bool:
+    """Whether the schedule, if one is named, can run so many microbatches; ``per_rank`` as in most_microbatches."""
+    try:
+        if name:
+            check_legal(name, ranks, per_rank or default_stages(name), microbatches)
+    except AutoparError:
+        return False
+    return True
 
 
 def default_stages(name: str) -> int:

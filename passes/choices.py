@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from autopar.cost.schedule import check_legal, default_stages
+from autopar.cost.schedule import MOST, most_microbatches, runs
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
@@ -10,8 +10,6 @@ from autopar.passes.base import Pass
 from autopar.passes.pipeline import parse
 from autopar.passes.pipeline_parallel import PipelineParallel
 from autopar.strategy import Strategy
-
-MOST = 4  # microbatches for each rank of a pipeline: its ranks are then idle for less than a fifth of a step
 
 
 def passes_of(strategy: Strategy, mesh: Mesh, microbatches: int) -> tuple[Pass, ...]:
@@ -36,26 +34,18 @@ def microbatches_of(strategy: Strategy, program: Program) -> tuple[int, tuple[st
         return strategy.microbatches or 1, ()
     if not rows or len(set(rows)) > 1:
         return 1, (f"1 microbatch: the rows of the data ranks differ, {rows}" if rows else "1 microbatch: no rows",)
-    counts = [n for n in range(1, rows[0] + 1) if rows[0] % n == 0]
+    name, virtual = _schedule(strategy)
     if most is not None:
-        small = [n for n in counts if rows[0] // n <= most]
-        count = next((n for n in small if ranks == 1 or _runs(strategy, ranks, n)), small[0])
+        small = [n for n in range(1, rows[0] + 1) if rows[0] % n == 0 and rows[0] // n <= most]
+        count = next((n for n in small if ranks == 1 or runs(name, ranks, virtual, n)), small[0])
         return count, (f"{count} microbatches: {rows[0]} rows in parts of at most {most}",)
-    counts = [n for n in counts if n <= MOST * ranks]
-    able = [n for n in counts if _runs(strategy, ranks, n)]
-    count = max(able or counts)
-    which = "divide" if len(able) in (0, len(counts)) else "the schedule can run and that divide"
+    count, free = most_microbatches(name, ranks, virtual, rows[0])
+    which = "divide" if free else "the schedule can run and that divide"
     why = f"{count} microbatches: the most that {which} {rows[0]} rows, up to {MOST} for each of {ranks} ranks"
     return count, (why,)
 
 
-def _runs(strategy: Strategy, ranks: int, microbatches: int) -> bool:
-    """Whether the schedule that the user named, if any, runs so many microbatches."""
+def _schedule(strategy: Strategy) -> tuple[str, int]:
+    """The schedule that the user named, if any, and stages a rank; 0 for the schedule's own."""
     given = next((p for p in parse(strategy.pipeline_on(True)) if isinstance(p, PipelineParallel)), PipelineParallel())
-    name = given.schedule or ("interleaved" if given.virtual > 1 else "")
-    try:
-        if name:
-            check_legal(name, ranks, given.virtual or default_stages(name), microbatches)
-    except AutoparError:
-        return False
-    return True
+    return given.schedule or ("interleaved" if given.virtual > 1 else ""), given.virtual

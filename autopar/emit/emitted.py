@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from autopar.emit.chains import looped
 from autopar.emit.engine import Engine
-from autopar.emit.function import Argument, Outer, Site, function_of, outer_of, split_runs
+from autopar.emit.function import Argument, Outer, Site, function_of, identifier, outer_of, split_runs
 from autopar.emit.params import Place
 from autopar.emit.recompute import recomputed
 from autopar.emit.units import Call, Skeleton, Slot
@@ -115,7 +115,7 @@ def emit(
 
     outer = outer_of(program, owned, loops=True)
     blocks = {
-        name: recomputed(function_of(block.graph, _identifier(name)), block.recompute)
+        name: recomputed(function_of(block.graph, f"block_{identifier(name)}"), block.recompute)
         for name, block in program.blocks.items()
     }
     functions: dict[str, list[Call]] = {name: [] for name in blocks}
@@ -174,7 +174,3 @@ def _bind(
     streams = next((h for h in taken if isinstance(h, Streams)), None)
     fixed = tuple(None if isinstance(h, Streams) else h.at(path) if isinstance(h, Loads) else h for h in taken)
     return Call(function, slots, fixed, streams, path, places, alone)
-
-
-def _identifier(name: str) -> str:
-    return "block_" + "".join(c if c.isalnum() else "_" for c in name)

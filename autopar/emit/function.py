@@ -98,7 +98,7 @@ def outer_of(program: Program, owned: Callable[[str, str], bool], loops: bool = 
     for argument in taken:
         node = heads[argument]
         if node is None:
-            place[argument] = graph.placeholder(_identifier(argument.name))
+            place[argument] = graph.placeholder(identifier(argument.name))
         else:
             place[argument] = env[node] = copy_node(graph, node, {})
     number = {call: i for i, call in enumerate(passed)}
@@ -120,7 +120,8 @@ def outer_of(program: Program, owned: Callable[[str, str], bool], loops: bool = 
     )
 
 
-def _identifier(name: str) -> str:
+def identifier(name: str) -> str:
+    """A dotted name as one of Python's."""
     return re.sub(r"\W", "_", name)
 
 

@@ -41,11 +41,10 @@ def run_graph(program: Program, graph: fx.Graph, feed: list[Any], params: Mappin
         if node.op == "output":
             return tuple(args[0])
         if node.op == "call_module":
-            own = {head: params[name] for head, name in program.own(node)}
-            given = iter(args)
-            heads = program.blocks[str(node.target)].graph.find_nodes(op="placeholder")
-            inner = [own[h] if h in own else next(given) for h in heads]
-            env[node] = run_graph(program, program.blocks[str(node.target)].graph, inner, params)
+            inner = {head: params[name] for head, name in program.own(node)}
+            inner |= {head: env[value] for head, value in program.given(node)}
+            block = program.blocks[str(node.target)].graph
+            env[node] = run_graph(program, block, [inner[h] for h in block.find_nodes(op="placeholder")], params)
         else:
             env[node] = node.target(*args, **fx.node.map_arg(node.kwargs, lambda n: env[n]))
         for used in node.all_input_nodes:

@@ -219,6 +219,10 @@ class Block:
         """The placeholders of its own parameters and buffers."""
         return [n for n in self.graph.find_nodes(op="placeholder") if "param" in n.meta]
 
+    def taken(self) -> list[fx.Node]:
+        """The placeholders of what calls pass."""
+        return [n for n in self.graph.find_nodes(op="placeholder") if "param" not in n.meta]
+
 
 @dataclass
 class Program:
@@ -273,8 +277,7 @@ class Program:
 
     def given(self, call: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
         """(placeholder of its block, node of the outer graph) of each argument of a call. A ValueError if one lacks."""
-        heads = self.blocks[str(call.target)].graph.find_nodes(op="placeholder")
-        return list(zip((h for h in heads if "param" not in h.meta), call.args, strict=True))  # type: ignore[arg-type]
+        return list(zip(self.blocks[str(call.target)].taken(), call.args, strict=True))  # type: ignore[arg-type]
 
     def held(self) -> Iterator[tuple[fx.Node, str]]:
         """(placeholder, name) of each parameter and buffer that the program reads; those of equal layers share one."""

@@ -45,10 +45,10 @@ def write(program: Program, flow: Flow, axis: str, found: Solution) -> None:
             elif node.op == "call_function":  # getitem
                 kinds = [found.types[flow.of(node)]] if origin(node) in flow.at else [I]
             _extend(node, axis, kinds)
-    made: dict[tuple[int, fx.Node], Layout] = {}  # of equal layers' parameters, by the layout that they share
+    made: dict[tuple[Layout | None, fx.Node], Layout] = {}  # of equal layers' parameters
     for node, name in program.held():
         p = program.params[name]
-        key = (id(p.layout), node)
+        key = (p.layout, node)
         if key not in made:
             made[key] = (p.layout or _UNKNOWN).having(axis, found.types[flow.of(node)])
         program.params[name] = p.with_layout(made[key])

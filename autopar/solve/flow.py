@@ -114,9 +114,8 @@ def flow_of(program: Program) -> Flow:
         if "param" not in node.meta:
             _add(flow, node, "", 1, "input")
     for name, block in program.blocks.items():
-        for node in placeholders(block.graph):
-            if "param" not in node.meta:
-                _add(flow, node, name, counts[name], "argument")
+        for node in block.taken():
+            _add(flow, node, name, counts[name], "argument")
         _add_ops(flow, block.graph, name, counts[name])
         for call in program.calls_of(name):
             for i, node in enumerate(block_outputs(block.graph)):
@@ -187,10 +186,7 @@ def _add_ops(flow: Flow, graph: fx.Graph, name: str, weight: int) -> None:
 
 def _groups(flow: Flow) -> Iterator[Group]:
     """Reader groups, equal ones of the outer graph counted together."""
-    heads = {
-        name: [n for n in placeholders(block.graph) if "param" not in n.meta]
-        for name, block in flow.program.blocks.items()
-    }
+    heads = {name: block.taken() for name, block in flow.program.blocks.items()}
     for name, graph in flow.program.graphs():
         weight = max(1, len(flow.program.calls_of(name))) if name else 1
         found: dict[tuple[int, tuple[Read, ...], tuple[int, ...]], int] = {}

@@ -1,6 +1,5 @@
 """What calls leave in plain attributes for later calls, from trace to trace; tensors as the ops that make them."""
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
@@ -12,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from autopar.ir.program import Param, Spec
 from autopar.trace.blueprint import mode_of
+from autopar.trace.layers import exact
 from autopar.trace.state import ABSENT, DEPTH, Place, Snapshot, tensors_in
 
 if TYPE_CHECKING:
@@ -65,22 +65,15 @@ class State:
 
     def same(self, other: "State") -> bool:
         """Whether a call that begins with either computes the same."""
-        return not self.hooks and not other.hooks and self._text() == other._text()
+        one, two = (self.recipe, self.constants), (other.recipe, other.constants)
+        plain = not self.hooks and not other.hooks and self.buffers == other.buffers and self._looks() == other._looks()
+        return plain and (not self.stands or alike(one, two, 0, 0))
 
-    def _text(self) -> Any:
-        """What tells it from others."""
-        names: dict[int, Any] = {id(m): ("module", path) for path, m in self.modules.items()}
-        names |= {id(s): ("stand", i, tuple(s.shape), s.dtype) for i, s in enumerate(self.stands)}
-        values = {place: _frozen(value, names, DEPTH) for place, value in self.values.items()}
-        known = {name: _content(value) for name, value in self.constants.items()}
-        order = {node: i for i, node in enumerate(self.recipe.nodes)}
-        recipe = [
-            (str(n.target), known.get(n.meta.get("param", ""), n.meta.get("param")))
-            if n.op == "placeholder"
-            else (str(n.target), repr(fx.node.map_arg((n.args, n.kwargs), lambda a: _Number(order[a]))))
-            for n in self.recipe.nodes
-        ]
-        return values, self.buffers, recipe
+    def _looks(self) -> Any:
+        """The values, equal for what a trace cannot tell apart but by the recipe."""
+        memo: dict[int, Any] = {id(m): ("module", path) for path, m in self.modules.items()}
+        memo |= {id(s): ("tensor", i, tuple(s.shape), s.dtype) for i, s in enumerate(self.stands)}
+        return {place: exact(value, DEPTH) for place, value in deepcopy(self.values, memo).items()}
 
     def over(self, earlier: "State") -> "State":
         """This state, which has no stand-ins, and what an ``earlier`` one says of other places."""
@@ -142,19 +135,6 @@ class State:
                 new = name if name in self.constants else f"carried.{len(self.constants)}.{name}"
                 self.constants[new], node.meta["param"] = exported.constants[name], new
         return True
-
-
-def _frozen(value: Any, names: Mapping[int, Any], depth: int) -> Any:
-    """Equal for equal plain values and containers of them; identity for the rest."""
-    if id(value) in names:
-        return names[id(value)]
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)):
-        return type(value), value
-    if isinstance(value, dict) and depth:
-        return type(value), tuple(tuple(_frozen(x, names, depth - 1) for x in item) for item in value.items())
-    if isinstance(value, (list, tuple, deque)) and depth:
-        return type(value), tuple(_frozen(x, names, depth - 1) for x in value)
-    return type(value), id(value)
 
 
 def inline(state: State, exported: "Exported") -> None:

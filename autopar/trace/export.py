@@ -216,6 +216,8 @@ def _export(traced: nn.Module, wrapper: "Flat", flat: list[Tensor], params: Name
         raise places.explain(error, traced) from error
     dropped = sorted(wrapper.seen.dropped)
     notes = [f"the output's {name} holds no plain value and is None in the parallel model" for name in dropped]
+    lost = (f"{path}.{name}".lstrip(".") for path, name in wrapper.seen.lost)
+    notes += [f"{name}: what the forward leaves there cannot be copied, and no other call meets it" for name in lost]
     return _named(program, params, wrapper, notes)
 
 

@@ -28,6 +28,7 @@ class Seen:
     moved: list[Place] = field(default_factory=list)  # what a second call changed once more
     kept: list[Tensor] = field(default_factory=list)  # the tensors of the places to keep, which are results, too
     left: State | None = None  # these places; where none are given those that changed and hold no tensors
+    lost: list[Place] = field(default_factory=list)  # those of them that cannot be copied
 
 
 class Flat(nn.Module):
@@ -93,6 +94,7 @@ class Flat(nn.Module):
             keep = [p for p in self.seen.changed if not tensors_in(value_at(after, p))]
         self.seen.kept = kept_tensors(after, keep)
         self.seen.left = State.of(after, keep, self.seen.kept) if keep else None
+        self.seen.lost = [p for p in keep if self.seen.left is None or p not in self.seen.left.values]
         if self.seen.left:
             self.seen.left.hooks = {p: h for p, h in after.hooks.items() if h.keys() != met.hooks.get(p, {}).keys()}
 

@@ -77,18 +77,19 @@ def _frozen(value: Any) -> Hashable:
     """Equal for equal plain data; identity for the rest; any number for numbers."""
     if is_number(value):
         return type(value).__name__
-    return _exact(value, 4)
+    return exact(value, 4)
 
 
-def _exact(value: Any, depth: int) -> Hashable:
+def exact(value: Any, depth: int) -> Hashable:
+    """Equal for equal plain data, ``depth`` containers deep; identity for the rest."""
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)):
         return (type(value).__name__, value)
     if isinstance(value, (list, tuple)) and depth:
-        return (type(value).__name__, tuple(_exact(v, depth - 1) for v in value))
+        return (type(value).__name__, tuple(exact(v, depth - 1) for v in value))
     if isinstance(value, dict) and depth:
-        return (type(value).__name__, tuple((_exact(k, depth - 1), _exact(v, depth - 1)) for k, v in value.items()))
+        return (type(value).__name__, tuple((exact(k, depth - 1), exact(v, depth - 1)) for k, v in value.items()))
     if isinstance(value, (set, frozenset)) and depth:
-        return (type(value).__name__, frozenset(_exact(v, depth - 1) for v in value))
+        return (type(value).__name__, frozenset(exact(v, depth - 1) for v in value))
     if isinstance(value, types.MethodType):
         return ("method", value.__func__, id(value.__self__))
     return ("object", id(value))

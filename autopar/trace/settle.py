@@ -80,7 +80,7 @@ def _settled(wrapper: Flat, run: Run, read: list[Place]) -> State | None:
     first = Flat(model, copy(wrapper.structure), loss, start=wrapper.start, keep=kept)
     one = run(first)
     state = first.seen.left
-    if state is None:
+    if state is None or state.values.keys() != set(kept):
         return None
     second = Flat(model, copy(wrapper.structure), loss, start=state)
     try:

@@ -5,7 +5,6 @@ from torch import fx
 from autopar.errors import AutoparError
 from autopar.ir import ops
 from autopar.ir.program import Form, Program
-from autopar.solve.flow import placeholders
 
 
 def check_structure(program: Program, after: str = "") -> None:
@@ -18,7 +17,7 @@ def check_structure(program: Program, after: str = "") -> None:
         for node in graph.nodes:
             _check_node(program, graph, node, name, after)
     for call in program.calls():
-        taken = [h for h in placeholders(program.blocks[str(call.target)].graph) if "param" not in h.meta]
+        taken = program.blocks[str(call.target)].taken()
         if len(taken) != len(call.args):
             why = f"{len(call.args)} arguments for the {len(taken)} of block {call.target}"
             raise fault("bad-graph", program.graph, call, why, "", after)

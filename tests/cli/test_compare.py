@@ -41,3 +41,11 @@ def test_what_a_strategy_leaves_open_is_what_a_run_chooses(capsys):
     pipeline, *context = json.loads(capsys.readouterr().out)
     assert pipeline["microbatches"] == 8 and "schedule=1f1b" in pipeline["strategy"]
     assert context[0]["step_seconds"] == min(c["step_seconds"] for c in context)
+
+
+def test_stages_without_a_schedule_are_priced_as_a_run_would_take_them(capsys):
+    """Several to a rank are interleaved, in as many microbatches as that can run."""
+    given = ("pp=2,dp=4,virtual_stages=2", "pp=2,dp=4,schedule=interleaved")
+    assert main(["compare", "hf:llama3-8b-tiny", "--cluster", "h100x8", "--json", *given]) == 0
+    one, two = json.loads(capsys.readouterr().out)
+    assert one["strategy"] == two["strategy"] == "microbatches=8,schedule=interleaved,virtual_stages=2"
