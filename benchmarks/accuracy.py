@@ -1,8 +1,8 @@
 """Predicted against published: time and memory errors of each file, rank correlation within model and size.
 
-    python benchmarks/accuracy.py [--rows] [FILE.csv ...]
+    python benchmarks/accuracy.py [--rows] [FILE.csv or FOLDER ...]
 
-Rows are in benchmarks/data, each with its source. One set of parameters serves all (cost/hardware, cost/regime).
+Rows are in benchmarks/data, each with its source; a file that holds no runs is named and passed by. One set of parameters serves all (cost/hardware, cost/regime).
 """
 
 import argparse
@@ -26,6 +26,8 @@ MPT = {  # mosaicml/llm-foundry scripts/train/yamls/pretrain @8c8dd48f7: layers,
 def rows_of(path: Path) -> list[dict[str, str]]:
     """The file's rows; MPT models get their architecture."""
     rows = list(csv.DictReader(path.open(encoding="utf-8")))
+    if not rows or not {"model", "n_gpus", "iter_time_s"} <= rows[0].keys():
+        return []
     for row in rows:
         if row["model"] in MPT:
             layers, hidden, heads = map(str, MPT[row["model"]])
@@ -62,13 +64,16 @@ def report(name: str, rows: list[dict[str, str]], found: list[dict[str, str]]) -
 def main() -> None:
     """All files, or those named."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("paths", nargs="*", type=Path, default=[FOLDER])
     parser.add_argument("--rows", action="store_true", help="print every row too")
     args = parser.parse_args()
     torch.set_num_threads(1)
     predictor = Predictor()
-    for path in args.files or sorted(FOLDER.glob("*.csv")):
+    for path in (f for p in args.paths for f in (sorted(p.glob("*.csv")) if p.is_dir() else [p])):
         rows = rows_of(path)
+        if not rows:
+            print(f"{path.stem}: no rows of runs")
+            continue
         found = [predictor.predict(r) for r in rows]
         report(path.stem, rows, found)
         if args.rows:
