@@ -125,7 +125,7 @@ def _check_model(model: nn.Module) -> None:
         raise AutoparError("wrapped-model", f"{kind} shares out rows itself", "pass the model inside, its .module")
     if isinstance(model, torch.jit.ScriptModule):
         raise AutoparError("wrapped-model", f"{kind} is a compiled program", "pass the module that it was made of")
-    if any(isinstance(p, DTensor) for p in model.parameters()):
+    if any(issubclass(k, DTensor) for k in {type(p) for _, m in walk(model) for p in m._parameters.values()}):
         why = f"parameters of {kind} are DTensors: the model is parallel already"
         raise AutoparError("wrapped-model", why, "pass the model as it was before parallelize, fully_shard or the like")
 

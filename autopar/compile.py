@@ -14,6 +14,7 @@ from autopar.cost.hardware import load
 from autopar.errors import AutoparError, tell
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
+from autopar.ir.modules import once
 from autopar.ir.placement import Placement
 from autopar.ir.program import Program
 from autopar.ir.units import users_of
@@ -237,7 +238,7 @@ class Compiler:
     def _flags(self, train: bool) -> tuple[bool, ...]:
         """Train or eval of each of the model's modules: its own, or that of the nearest one that holds it."""
         if self.modes is None:
-            return tuple(m.training for m in self.model.modules())
+            return tuple(m.training for m in once(self.model))
         known = {**self.modes(), "": train}
         flags: dict[str, bool] = {}
         for name, _ in self.model.named_modules():
@@ -291,7 +292,8 @@ class Compiler:
         program = placed(program, self.placement)
         self._tell(context.warnings)
         for name, layout in planned.layouts.items():
-            assert self.pinned.setdefault(name, layout) == layout, name
+            known = self.pinned.setdefault(name, layout)
+            assert known is layout or known == layout, name
         self.pinned_stages |= {name: p.stages for name, p in program.params.items() if p.stages}
         self.pinned_mesh = replace(program.mesh, microbatches=1)
         if self.unread is None:
@@ -326,7 +328,7 @@ class Compiler:
 @contextmanager
 def flagged(model: nn.Module, flags: tuple[bool, ...]) -> Iterator[None]:
     """While the context lasts, the model's modules are in the given modes."""
-    before = [(m, m.training) for m in model.modules()]
+    before = [(m, m.training) for m in once(model)]
     try:
         for (module, old), flag in zip(before, flags, strict=True):
             if old != flag:  # to set an attribute of a module takes long
@@ -372,7 +374,8 @@ def plan_text(program: Program) -> str:
     for name, graph in program.graphs():
         for n in graph.nodes:
             spec, layout, stage = (n.meta.get(key) for key in ("spec", "layout", "stage"))
-            lines.append(f"{name} {n.format_node() or n.args} {text(spec)} {text(layout)} {stage}")
+            made = f"{n} = {n.target}{n.args}" if n.op == "call_module" else n.format_node() or n.args
+            lines.append(f"{name} {made} {text(spec)} {text(layout)} {stage}")
     alike: dict[Any, list[str]] = {}
     for p in program.params.values():
         key = (p.spec, p.layout, p.kind, p.trainable, p.persistent, p.tied, p.chunk, p.stages, p.order)

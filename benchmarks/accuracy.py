@@ -2,7 +2,8 @@
 
     python benchmarks/accuracy.py [--rows] [FILE.csv or FOLDER ...]
 
-Rows are in benchmarks/data, each with its source; a file that holds no runs is named and passed by. One set of parameters serves all (cost/hardware, cost/regime).
+Rows are in benchmarks/data, each with its source; a file that holds no runs is named and passed by. One set of
+parameters serves all (cost/hardware, cost/regime).
 """
 
 import argparse

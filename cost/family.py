@@ -256,8 +256,9 @@ def _travels(node: fx.Node, shapes: Shapes) -> Iterator[Message]:
 def _owners(program: Program, sides: dict[fx.Node, str]) -> dict[str, frozenset[str]]:
     """The units that read each parameter."""
     found: dict[str, set[str]] = defaultdict(set)
-    for node, side in sides.items():
-        for name in program.reads(node):
+    for node, names in program.readers():
+        side = sides.get(node, "")
+        for name in names if node in sides else ():
             found[name].add(str(node.target) if node.op == "call_module" else side)
     return {name: frozenset(units) for name, units in found.items()}
 

@@ -42,7 +42,7 @@ def placed(program: Program, placement: Mapping[str, Placement] | None) -> Progr
         return program
     layers = {layer.path: layer for layer in _layers(program)}
     reads = Counter(n for layer in layers.values() for n in layer.stacked)
-    users = Counter(name for node in program.graph.nodes for name in program.reads(node))
+    users = Counter(name for _, names in program.readers() for name in names)
     params = dict(program.params)
     for path, own in placement.items():
         if path not in layers:

@@ -41,11 +41,9 @@ class Planned:
     @property
     def layouts(self) -> dict[str, Layout]:
         """What each parameter and buffer is on the axes of the mesh."""
-        return {
-            name: Layout(tuple((axis, kind) for axis, kind in param.layout.types if axis != TIME))
-            for name, param in self.main.params.items()
-            if param.layout is not None and param.kind != "constant"
-        }
+        spread = {n: p.layout for n, p in self.main.params.items() if p.layout is not None and p.kind != "constant"}
+        held = {full: Layout(tuple(t for t in full.types if t[0] != TIME)) for full in set(spread.values())}
+        return {name: held[full] for name, full in spread.items()}
 
     def local(
         self, context: Context, at: Coordinates, records: list[Record] | None = None
@@ -104,7 +102,7 @@ def _planned(
 
 def _reads(program: Program) -> dict[str, int]:
     """How often the outer graph reads each parameter."""
-    return dict(Counter(name for node in program.graph.nodes for name in program.reads(node)))
+    return dict(Counter(name for _, names in program.readers() for name in names))
 
 
 def _noted(program: Program, notes: tuple[str, ...]) -> Program:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from operator import getitem
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 
@@ -81,8 +81,9 @@ def outer_of(program: Program, owned: Callable[[str, str], bool], loops: bool = 
     """
     sites: list[Site] = []
     passed: dict[fx.Node, list[fx.Node | Argument]] = {}
+    takes = {name: list(placeholders(block.graph)) for name, block in program.blocks.items()}
     for call in program.calls():
-        site, values = _site(program, call, owned)
+        site, values = _site(call, takes[str(call.target)], owned)
         sites.append(site)
         passed[call] = values
     used = _used(program.graph, passed)
@@ -135,26 +136,32 @@ def argument_of(placeholder: fx.Node) -> Argument:
 
 def placeholders(graph: fx.Graph) -> Iterator[fx.Node]:
     """The graph's placeholders in order."""
-    return (n for n in graph.nodes if n.op == "placeholder")
+    return iter(graph.find_nodes(op="placeholder"))
 
 
-def _site(program: Program, call: fx.Node, owned: Callable[[str, str], bool]) -> tuple[Site, list[fx.Node | Argument]]:
-    """The site, and what the outer function passes: values, and parameters that the unit does not hold."""
-    path, block = str(call.meta.get("path", "")), program.blocks[str(call.target)]
-    own, given = dict(program.own(call)), dict(program.given(call))
+def _site(
+    call: fx.Node, takes: list[fx.Node], owned: Callable[[str, str], bool]
+) -> tuple[Site, list[fx.Node | Argument]]:
+    """The site, and what the outer function passes: values, and parameters that the unit does not hold.
+
+    Args:
+        takes: the placeholders of its block.
+    """
+    path, given = str(call.meta.get("path", "")), iter(call.args)
     arguments: list[Argument] = []
     values: list[fx.Node | Argument] = []
-    for head in placeholders(block.graph):
-        argument, value = Argument("value", head.name), given.get(head)
-        if value is None:
-            argument = Argument("param", own[head])
-        elif value.op == "placeholder" and argument_of(value).kind != "value":
-            argument = argument_of(value)
+    for head in takes:
+        value: fx.Node | Argument
+        if "param" in head.meta:
+            argument = value = Argument("param", f"{path}.{head.meta['param']}")
+        else:
+            value = passed = cast(fx.Node, next(given))
+            argument = argument_of(passed) if passed.op == "placeholder" else Argument("value", head.name)
         if argument.kind == "value" or (argument.kind == "param" and not owned(path, argument.name)):
-            values.append(value if value is not None else argument)
+            values.append(value)
             argument = Argument("value", head.name)
         arguments.append(argument)
-    return Site(path, block.name, tuple(arguments)), values
+    return Site(path, str(call.target), tuple(arguments)), values
 
 
 def _used(graph: fx.Graph, passed: Mapping[fx.Node, Sequence[fx.Node | Argument]]) -> set[fx.Node | Argument]:

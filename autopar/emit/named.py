@@ -10,6 +10,8 @@ from autopar.errors import AutoparError
 
 _FRESH = vars(nn.Module())
 OWN = frozenset(_FRESH)  # what every module has
+_SHARED = {n: v for n, v in _FRESH.items() if not isinstance(v, (dict, set))}
+_TABLES = [(n, type(v)) for n, v in _FRESH.items() if n not in _SHARED]
 
 
 class Named(nn.Module):
@@ -57,7 +59,10 @@ class Container(Named):
 
     def __init__(self) -> None:
         # What nn.Module's own sets, attribute by attribute through checks: deep models have thousands of places.
-        self.__dict__.update({n: type(v)() if isinstance(v, (dict, set)) else v for n, v in _FRESH.items()})
+        own = self.__dict__
+        own.update(_SHARED)
+        for name, kind in _TABLES:
+            own[name] = kind()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises AutoparError ``part-called``."""

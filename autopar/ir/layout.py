@@ -187,10 +187,11 @@ class Layout:
 
     def __hash__(self) -> int:
         """That of the types, kept: layouts are looked up far more often than made."""
-        known: int | None = self.__dict__.get("_hash")
-        if known is None:
+        try:
+            return self._hash  # type: ignore[attr-defined]
+        except AttributeError:
             known = self.__dict__["_hash"] = hash(self.types)
-        return known
+            return known
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the hash, which another process has another of."""

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from autopar.errors import AutoparError
 
@@ -29,6 +30,18 @@ class Mesh:
     def __post_init__(self) -> None:
         if not self.user_axes:
             object.__setattr__(self, "user_axes", self.axes)
+
+    def __hash__(self) -> int:
+        """Of the axes, kept: answers about a mesh and a layout are looked up for every parameter."""
+        try:
+            return self._hash  # type: ignore[attr-defined]
+        except AttributeError:
+            known = self.__dict__["_hash"] = hash((self.axes, self.user_axes, self.microbatches))
+            return known
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hash, which another process has another of."""
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     @staticmethod
     def parse(text: str) -> "Mesh":

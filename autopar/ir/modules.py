@@ -11,5 +11,11 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     while todo:
         path, module = todo.pop()
         yield path, module
-        dot = path + "." if path else ""
-        todo += [(dot + name, m) for name, m in reversed(module._modules.items()) if m is not None]
+        if module._modules:
+            dot = path + "." if path else ""
+            todo += [(dot + name, m) for name, m in reversed(module._modules.items()) if m is not None]
+
+
+def once(model: nn.Module) -> list[nn.Module]:
+    """As ``model.modules()``: each once, in the order of their first paths."""
+    return list({id(m): m for _, m in walk(model)}.values())

@@ -291,11 +291,22 @@ class Program:
     def reads(self, node: fx.Node) -> list[str]:
         """The parameters and buffers that an outer node reads; a call its own, and those that are passed to it."""
         own = [name for _, name in self.own(node)] if node.op == "call_module" else []
-        return own + [str(a.meta["param"]) for a in node.all_input_nodes if a.op == "placeholder" and "param" in a.meta]
+        return own + _passed(node)
+
+    def readers(self) -> Iterator[tuple[fx.Node, list[str]]]:
+        """Each outer node with what it ``reads``; the blocks are looked at once."""
+        relative = {name: _own(block.own()) for name, block in self.blocks.items()}
+        for node in self.graph.nodes:
+            own = _names(node.meta.get("path", ""), relative[str(node.target)]) if node.op == "call_module" else ()
+            yield node, [*own, *_passed(node)]
 
 
 def _own(heads: list[fx.Node]) -> tuple[str, ...]:
     return tuple(n.meta["param"] for n in heads)
+
+
+def _passed(node: fx.Node) -> list[str]:
+    return [str(a.meta["param"]) for a in node.all_input_nodes if a.op == "placeholder" and "param" in a.meta]
 
 
 @lru_cache(maxsize=4096)

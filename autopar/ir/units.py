@@ -8,9 +8,9 @@ from autopar.ir.program import Param, Program
 def users_of(program: Program) -> dict[str, frozenset[str]]:
     """Which unit reads each parameter: the path of the block's call, or "" for the outer function."""
     users: dict[str, frozenset[str]] = {}
-    for node in program.graph.nodes:
+    for node, names in program.readers():
         own = frozenset((str(node.meta.get("path", "")) if node.op == "call_module" else "",))
-        for name in program.reads(node):
+        for name in names:
             users[name] = users[name] | own if name in users else own
     return users
 
@@ -36,9 +36,10 @@ def managed(program: Program) -> dict[str, str]:
     home_of = cache(partial(_home, units=frozenset(paths_of(program))))  # by module
 
     def unit(param: Param) -> str:
-        own, readers = home_of(param.name.rpartition(".")[0]), users.get(param.name, frozenset())
-        alone = all(home_of(n.rpartition(".")[0]) == own for n in param.tied)
-        return own if alone and readers <= {own} else ""
+        own, readers = home_of(param.name.rpartition(".")[0]), users.get(param.name)
+        if param.tied and any(home_of(n.rpartition(".")[0]) != own for n in param.tied):
+            return ""
+        return own if not readers or (len(readers) == 1 and own in readers) else ""
 
     return {n: unit(p) for n, p in program.params.items() if can_manage(p)}
 

@@ -135,9 +135,14 @@ def checksum(tensors: Iterable[torch.Tensor], limit: int | None = None) -> int:
 
 def identity(model: nn.Module) -> str:
     """A hash of the names, shapes and dtypes of a model's tensors and of a sample of their values."""
-    held = ((path, {**m._parameters, **m._buffers}) for path, m in walk(model) if m._parameters or m._buffers)
-    tensors = ((path, n, t) for path, own in held for n, t in own.items() if t is not None)
-    return fingerprint([(*at, tuple(t.shape), t.dtype, t.requires_grad, _sample(t)) for *at, t in tensors])
+    kinds: dict[Any, int] = {}  # deep models have many tensors of few kinds
+    told: list[Any] = []
+    for path, module in walk(model):
+        for name, t in (*module._parameters.items(), *module._buffers.items()):
+            if t is not None:
+                kind = kinds.setdefault((t.shape, t.dtype, t.requires_grad), len(kinds))
+                told.append((path, name, kind, _sample(t)))
+    return fingerprint(told, list(kinds))
 
 
 def _sample(tensor: Tensor) -> list[Any]:

@@ -29,6 +29,7 @@ def layout_of(node: fx.Node) -> Layout:
 
 def write(program: Program, flow: Flow, axis: str, found: Solution) -> None:
     """Add ``axis`` to every layout and requirement of the program."""
+    takes = {name: [found.types[flow.of(h)] for h in block.taken()] for name, block in program.blocks.items()}
     for _, graph in program.graphs():
         for node in graph.nodes:
             if node.op == "output":
@@ -41,17 +42,17 @@ def write(program: Program, flow: Flow, axis: str, found: Solution) -> None:
             if is_op(node):
                 _require(node, axis, list(found.assignments[node].inputs))
             elif node.op == "call_module":
-                _require(node, axis, [found.types[flow.of(head)] for head, _ in program.given(node)])
+                _require(node, axis, takes[str(node.target)])
             elif node.op == "call_function":  # getitem
                 kinds = [found.types[flow.of(node)]] if origin(node) in flow.at else [I]
             _extend(node, axis, kinds)
-    made: dict[tuple[Layout | None, fx.Node], Layout] = {}  # of equal layers' parameters
+    made: dict[fx.Node, tuple[Layout | None, Layout]] = {}  # of the last of equal layers: had, and has now
     for node, name in program.held():
         p = program.params[name]
-        key = (p.layout, node)
-        if key not in made:
-            made[key] = (p.layout or _UNKNOWN).having(axis, found.types[flow.of(node)])
-        program.params[name] = p.with_layout(made[key])
+        last = made.get(node)
+        if last is None or last[0] is not p.layout:
+            last = made[node] = (p.layout, (p.layout or _UNKNOWN).having(axis, found.types[flow.of(node)]))
+        program.params[name] = p.with_layout(last[1])
 
 
 def _extend(node: fx.Node, axis: str, kinds: list[Type]) -> None:

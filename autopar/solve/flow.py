@@ -151,17 +151,15 @@ def _parameters(program: Program) -> list[_Held]:
             node = root[node]
         return node
 
-    def read(node: fx.Node, name: str) -> None:
-        root.setdefault(node, node)
-        weights[node] = weights.get(node, 0) + 1
-        root[of(node)] = of(first.setdefault(name, node))
-
     for node, name in program.held():
-        read(node, name)
+        weights[node] = weights.get(node, 0) + 1
+        root.setdefault(node, node)
+        if (other := first.setdefault(name, node)) is not node:
+            root[of(node)] = of(other)
     held: dict[fx.Node, _Held] = {}
     for name in program.params:
-        if name in first:
-            held.setdefault(of(first[name]), _Held(name, [], 1))
+        if name in first and (node := of(first[name])) not in held:
+            held[node] = _Held(name, [], 1)
     for node, weight in weights.items():
         own = held[of(node)]
         own.nodes.append(node)

@@ -156,10 +156,10 @@ def check_params(program: Program, after: str = "") -> None:
 
     Raises AutoparError ``param-layout``, also where the graph takes a parameter otherwise than the table says.
     """
-    fine: set[tuple[fx.Node, Layout | None]] = set()  # of layers that are alike one is looked at
+    fine: dict[fx.Node, Layout | None] = {}  # of layers that are alike one is looked at
     for node, name in program.held():
         param = program.params[name]
-        if (node, param.layout) in fine:
+        if node in fine and fine[node] is param.layout:
             continue
         held = param.layout or Layout()
         for axis, kind in layout_of(node).types:
@@ -168,4 +168,4 @@ def check_params(program: Program, after: str = "") -> None:
             if not may or not equal(kind, held.get(axis), node):
                 why = f"{param.name} is {kind} on {axis}, held as {held.get(axis)}; whole it would be {want}"
                 raise fault("param-layout", program.graph, node, why, "", after)
-        fine.add((node, param.layout))
+        fine[node] = param.layout
