@@ -21,9 +21,10 @@ from autopar.trace.carried import State, inline
 from autopar.trace.experts import Candidates
 from autopar.trace.flat import WRAPPED, Flat, Seen
 from autopar.trace.layers import repeated
+from autopar.trace.memories import Change
 from autopar.trace.once import Unsafe, bodies_of, intercepted
 from autopar.trace.prepare import prepared, quiet
-from autopar.trace.settle import left_by
+from autopar.trace.settle import left_by, steady
 from autopar.trace.state import Snapshot
 from autopar.trace.structure import Structure
 
@@ -47,6 +48,7 @@ class Exported:
     bodies: dict[str, "Exported"] = field(default_factory=dict)  # of layers that are single nodes, by path
     unseen: list[str] = field(default_factory=list)  # why modules that could hold experts were traced as they stand
     left: State | None = None  # what a call leaves in attributes for later ones; None where it changes nothing
+    outside: list[Change] = field(default_factory=list)  # globals and attributes of classes that it changed
 
     @property
     def looks(self) -> list[tuple[tuple[int, ...], str]]:
@@ -81,13 +83,16 @@ def export(
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        exported = None
-        if once and not (start and start.stands):
-            with start.installed(model) if start else nullcontext():
-                exported = _export_once(model, structure, flat, loss, candidates, start)
-        if exported is None:
-            exported = _export_whole(model, structure, flat, loss, start)
-    exported.notes += notes
+
+        def run() -> Exported:
+            exported = None
+            if once and not (start and start.stands):
+                with start.installed(model) if start else nullcontext():
+                    exported = _export_once(model, structure, flat, loss, candidates, start)
+            return exported or _export_whole(model, structure, flat, loss, start)
+
+        exported = run()
+        exported.notes += [*notes, *steady(exported, run)]
     exported.unseen += candidates.unseen
     if checkpoints:
         _say_checkpoints(checkpoints, exported.notes)
@@ -246,7 +251,7 @@ def _named(program: ExportedProgram, named: Named, wrapper: Flat, notes: list[st
         else:
             raise AutoparError("trace-failed", f"input {spec}: {spec.kind} cannot be traced", "pass tensors")
     outputs = _outputs(program, first, wrapper.seen)
-    return Exported(program.graph, params, constants, outputs, wrapper.structure, notes)
+    return Exported(program.graph, params, constants, outputs, wrapper.structure, notes, outside=wrapper.seen.outside)
 
 
 def _constant(node: fx.Node, name: str, value: Any, params: dict[str, Param], constants: dict[str, Tensor]) -> None:

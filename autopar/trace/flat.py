@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError
 from autopar.trace.carried import State, kept_tensors, value_at
-from autopar.trace.memories import Memories
+from autopar.trace.memories import Change, Memories
 from autopar.trace.state import Carried, Place, Snapshot, tensors_in, watched_attributes
 from autopar.trace.structure import Node, Structure, scan
 from autopar.trace.watch import Watch, no_draws
@@ -29,6 +29,7 @@ class Seen:
     kept: list[Tensor] = field(default_factory=list)  # the tensors of the places to keep, which are results, too
     left: State | None = None  # these places; where none are given those that changed and hold no tensors
     lost: list[Place] = field(default_factory=list)  # those of them that cannot be copied
+    outside: list[Change] = field(default_factory=list)  # globals and attributes of classes that the forward changed
 
 
 class Flat(nn.Module):
@@ -78,7 +79,7 @@ class Flat(nn.Module):
             found: list[Tensor] = []
             self.structure.output = scan(out, found, self._drop)
             loss = loss_of(self.loss[0], out, self.structure.output, found) if self.whole else None
-            self.seen.changed = met.changed()
+            self.seen.changed, self.seen.outside = met.changed(), memories.changes()
             if self.seen.changed or self.keep:
                 self._keep(met, Snapshot.of(self.parts[0]))
         finally:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from autopar.errors import AutoparError
 from autopar.trace.carried import State, alike, inline
 from autopar.trace.flat import WRAPPED, Flat
+from autopar.trace.memories import met
 from autopar.trace.once import Unsafe
-from autopar.trace.state import Place, reshaped
+from autopar.trace.state import Place, reshaped, tensors_in
 
 if TYPE_CHECKING:
     from autopar.trace.export import Exported
@@ -97,3 +98,39 @@ def _settled(wrapper: Flat, run: Run, read: list[Place]) -> State | None:
     if wrapper.start:
         inline(wrapper.start, one)
     return state if state.define(one) else None
+
+
+def steady(exported: "Exported", run: Callable[[], "Exported"]) -> list[str]:
+    """Notes on what the forward changes outside of the model: globals, attributes of classes. They stay so.
+
+    Args:
+        run: traces another call, which meets what that of ``exported`` left.
+
+    Raises AutoparError ``python-state`` where that call computes something else.
+    """
+    changes = {c.where: c for e in (exported, *exported.bodies.values()) for c in e.outside}
+    if not changes:
+        return []
+    with met(list(changes.values())):
+        try:
+            second: Exported | None = run()
+        except (AutoparError, Unsafe):
+            second = None
+    if second is None or not _equal(exported, second):
+        raise AutoparError(
+            "python-state",
+            f"{', '.join(changes)}: the forward changes it, outside of the model, and the next call computes something"
+            " else; a compiled program would see the first value for ever",
+            "keep it as a tensor in a registered buffer, or compute it outside and pass it as an input",
+        )
+    for change in changes.values():
+        if not tensors_in(change.after):  # those of a trace are none that anyone could compute with
+            change.put(change.after)
+    return [f"{where}: the forward changes it, outside of the model; programs do not" for where in changes]
+
+
+def _equal(one: "Exported", two: "Exported") -> bool:
+    """Whether two traces compute the same."""
+    graphs = alike((one.graph, one.constants), (two.graph, two.constants), 0, 0)
+    same = graphs and one.outputs == two.outputs and one.bodies.keys() == two.bodies.keys()
+    return same and all(_equal(body, two.bodies[path]) for path, body in one.bodies.items())

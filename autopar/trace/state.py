@@ -57,10 +57,10 @@ class Snapshot:
 
     def changed(self) -> list[Place]:
         """Attributes that are not what they were, with new and deleted ones, new tensors, and buffers of new shapes."""
-        out = [place for place, held in self.contents.items() if any(not _same(_inside(c), old) for c, old in held)]
+        out = [place for place, held in self.contents.items() if any(not same(_inside(c), old) for c, old in held)]
         for path, module in self.modules.items():
             now, before = _attributes(module), self.attributes[path]
-            out += [(path, n) for n in {**before, **now} if not _same(now.get(n, ABSENT), before.get(n, ABSENT))]
+            out += [(path, n) for n in {**before, **now} if not same(now.get(n, ABSENT), before.get(n, ABSENT))]
             for kind in TENSORS:
                 held, old = _inside(module.__dict__[kind]), self.tensors[path, kind]
                 out += [
@@ -140,7 +140,7 @@ def _inside(container: Any) -> Any:
 
 
 def _refill(container: Any, old: Any) -> None:
-    if not _same(_inside(container), old):
+    if not same(_inside(container), old):
         held = container if isinstance(container, (dict, list, set, deque)) else vars(container)
         held.clear()
         held.extend(old) if isinstance(held, (list, deque)) else held.update(old)
@@ -177,7 +177,7 @@ def _is_looked_into(value: Any) -> bool:
     return isinstance(value, (dict, list, set, deque)) or hasattr(value, "__dict__")
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
     """Identity; equality for plain values and for containers of such."""
     if a is b:
         return True
@@ -186,9 +186,9 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, (bool, int, float, complex, str, bytes)):
         return bool(a == b)
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(v, b[k]) for k, v in a.items())
+        return a.keys() == b.keys() and all(same(v, b[k]) for k, v in a.items())
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(same, a, b))
     return isinstance(a, (set, frozenset)) and a == b
 
 
