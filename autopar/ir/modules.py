@@ -16,6 +16,12 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             todo += [(dot + name, m) for name, m in reversed(module._modules.items()) if m is not None]
 
 
+def named(model: nn.Module) -> dict[str, nn.Module]:
+    """As ``dict(model.named_modules())``: each once, by its first path."""
+    seen: set[int] = set()
+    return {path: m for path, m in walk(model) if id(m) not in seen and not seen.add(id(m))}  # type: ignore[func-returns-value]
+
+
 def once(model: nn.Module) -> list[nn.Module]:
     """As ``model.modules()``: each once, in the order of their first paths."""
-    return list({id(m): m for _, m in walk(model)}.values())
+    return list(named(model).values())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, tell
+from autopar.ir.modules import named
 
 LARGEST = 1 << 20  # elements up to which a custom backward is tried on random numbers
 CLOSE = 1e-3  # relative; hand-written formulas and derivatives differ by rounding only
@@ -53,7 +54,7 @@ def watched(model: nn.Module) -> Iterator[None]:
 
 
 def _refuse_hooks(model: nn.Module) -> None:
-    hooked = sorted(n or "the model" for n, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks)
+    hooked = sorted(n or "the model" for n, m in named(model).items() if m._backward_hooks or m._backward_pre_hooks)
     hooked += sorted(
         n for n, p in model.named_parameters() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
     )

@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from autopar.ir.modules import once
 from autopar.trace.layers import plain_attributes
 from autopar.trace.state import INTERNAL, tensors_in
 
@@ -27,7 +28,7 @@ def blueprint(model: nn.Module, lower: torch.dtype | None = None) -> nn.Module:
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     memo: dict[int, Any] = {}
-    modules = list(model.modules())
+    modules = once(model)
     for p in (p for m in modules for p in m._parameters.values()):
         if p is None or id(p) in memo:
             continue
@@ -53,7 +54,7 @@ def blueprint(model: nn.Module, lower: torch.dtype | None = None) -> nn.Module:
 def copied(model: nn.Module) -> nn.Module:
     """A deep copy, also of a model that was run."""
     memo: dict[int, Any] = {}
-    keep_computed(model.modules(), memo)
+    keep_computed(once(model), memo)
     return deepcopy(model, memo)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
+from autopar.ir.modules import named
 from autopar.ir.program import Param, Spec
 from autopar.trace.blueprint import mode_of
 from autopar.trace.layers import exact
@@ -107,7 +108,7 @@ class State:
     @contextmanager
     def installed(self, model: nn.Module) -> Iterator[None]:
         """While the context lasts, a model has the attributes; only without stand-ins."""
-        modules = dict(model.named_modules())
+        modules = named(model)
         before = Snapshot.of(modules)
         try:
             self.install(modules, [])

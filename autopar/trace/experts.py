@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from autopar.ir import ops
 from autopar.ir.grouped import Body
+from autopar.ir.modules import named, once
 from autopar.ir.program import Spec
 from autopar.trace import places
 from autopar.trace.builder import Builder, lowering
@@ -89,7 +90,7 @@ class Candidates:
 
     def __init__(self, model: nn.Module, dense: bool) -> None:
         self.dense = dense
-        self.paths = {id(module): path for path, module in model.named_modules()}
+        self.paths = {id(module): path for path, module in named(model).items()}
         self.kinds: dict[nn.Module, type] = {}
         self.looks: dict[nn.Module, Any] = {}
         self.known: dict[Any, Known | str] = {}
@@ -145,7 +146,7 @@ def single_nodes(model: nn.Module, dense: bool = False) -> Iterator[Candidates]:
 def _candidates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Modules that may be layers of experts, or hold a loop over some, and which: "adapter", "experts", "loop"."""
     inside: set[int] = set()
-    for module in list(model.modules()):
+    for module in once(model):
         kind = type(module)
         if adapter_of(kind):
             ways = "adapter"
@@ -155,13 +156,13 @@ def _candidates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             ways = "loop"
         else:
             continue
-        inside |= {id(m) for m in module.modules()} if ways != "experts" else set()
+        inside |= {id(m) for m in once(module)} if ways != "experts" else set()
         yield module, ways
 
 
 def _smaller(module: nn.Module) -> bool:
     """Whether a module inside is itself a layer of experts, or holds a loop over some."""
-    inner = (m for m in module.modules() if m is not module)
+    inner = (m for m in once(module) if m is not module)
     return any(adapter_of(type(m)) or stacked(m) and len(_parameters(type(m))) >= 3 or families_of(m) for m in inner)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError
+from autopar.ir.modules import named
 from autopar.trace.carried import State, kept_tensors, value_at
 from autopar.trace.memories import Change, Memories
 from autopar.trace.state import Carried, Place, Snapshot, tensors_in, watched_attributes
@@ -53,7 +54,7 @@ class Flat(nn.Module):
         self.running: list[bool] = []  # not empty while the forward runs
         self.whole = whole  # a layer alone has no loss
         self.twice = twice  # attributes to watch in a second call, which sees what the first one left
-        self.parts = [dict(model.named_modules())]  # in a list, as above
+        self.parts = [named(model)]  # in a list, as above
         self.start = start  # what earlier calls left; its tensors are further inputs
         self.keep = keep  # places whose tensors are further results
 

@@ -29,8 +29,8 @@ class Run:
     path: str
     call: str
     nodes: list[fx.Node]
-    values: list[fx.Node] = field(default_factory=list)
-    params: list[fx.Node] = field(default_factory=list)
+    values: dict[fx.Node, int] = field(default_factory=dict)  # with their places
+    params: dict[fx.Node, int] = field(default_factory=dict)
     results: list[int] = field(default_factory=list)
     signature: Any = None
 
@@ -132,10 +132,10 @@ def _wiring(run: Run, inside: dict[fx.Node, int], value: Any) -> Any:
     if isinstance(value, fx.Node):
         if value in inside:
             return ("node", inside[value])
+        if value in run.values:
+            return ("value", run.values[value])
         kind, pool = ("value", run.values) if _own(run, value) is None else ("param", run.params)
-        if value not in pool:
-            pool.append(value)
-        return (kind, pool.index(value))
+        return (kind, pool.setdefault(value, len(pool)))
     if isinstance(value, (list, tuple)):
         return tuple(_wiring(run, inside, v) for v in value)
     if isinstance(value, dict):
@@ -159,9 +159,10 @@ def _block_graph(runs: list[Run], results: list[int]) -> fx.Graph:
     head = first.container if len(runs) > 1 else first.path
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
+    values = [list(r.values) for r in runs]
     for i, value in enumerate(first.values):
         env[value] = graph.placeholder(f"x{i}" if i else "x")
-        flows = any(r.values[i].meta["diff"] for r in runs)
+        flows = any(own[i].meta["diff"] for own in values)
         env[value].meta = {"spec": value.meta["spec"], "diff": flows}
     for param in first.params:
         own = _own(first, param)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import _symbolic_trace
 
-from autopar.ir.modules import walk
+from autopar.ir.modules import once, walk
 
 Attribute = tuple[str, str]  # path of the module in the element, name
 SINGLE = "_autopar_single"  # attribute of classes whose modules are traced whole, lists in them included
@@ -113,7 +113,7 @@ def lookup() -> Any:
 def watching(module: nn.Module) -> Any:
     """What is told when a number of the module is looked at; None where nothing is."""
     watched: frozenset[int] = getattr(lookup(), WATCHED, frozenset())
-    return lookup() if any(id(m) in watched for m in module.modules()) else None
+    return lookup() if any(id(m) in watched for m in once(module)) else None
 
 
 @contextmanager

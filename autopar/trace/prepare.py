@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from autopar.ir.modules import once
 from autopar.trace.experts import Candidates, single_nodes
 from autopar.trace.watch import plain_modes
 
@@ -58,7 +59,7 @@ def quiet() -> Iterator[None]:
 @contextmanager
 def _mode(model: nn.Module, train: bool) -> Iterator[None]:
     """Train or eval mode. A tree that is already in the wanted mode keeps what its user set apart (a frozen norm)."""
-    flags = [(m, m.training) for m in model.modules()]
+    flags = [(m, m.training) for m in once(model)]
     try:
         if model.training != train:
             model.train(train)
@@ -71,7 +72,7 @@ def _mode(model: nn.Module, train: bool) -> Iterator[None]:
 @contextmanager
 def _no_cache(model: nn.Module, notes: list[str]) -> Iterator[None]:
     """``use_cache`` off in every config of the tree: a cache is no tensor and of no use to a forward in training."""
-    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    configs = {id(c): c for m in once(model) if (c := getattr(m, "config", None)) is not None}
     changed = [c for c in configs.values() if getattr(c, "use_cache", None)]
     try:
         for config in changed:
@@ -172,7 +173,7 @@ def _gaussian(
 @contextmanager
 def _cumulative_norms(model: nn.Module) -> Iterator[None]:
     """Batch norms that average over all steps (``momentum=None``) without a Python number of the steps so far."""
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.momentum is None and m.training]
+    norms = [m for m in once(model) if isinstance(m, _BatchNorm) and m.momentum is None and m.training]
     norms = [m for m in norms if m.num_batches_tracked is not None and "forward" not in m.__dict__]
     try:
         for norm in norms:
