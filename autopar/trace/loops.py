@@ -16,8 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from autopar.ir.modules import named as by_path
-from autopar.ir.modules import once
+from autopar.ir import modules
 from autopar.ir.program import Spec
 from autopar.trace import places
 from autopar.trace.layers import SINGLE, kind_of, numbers, watching
@@ -82,7 +81,7 @@ def families_of(module: nn.Module) -> Families | None:
 
 def _counts(module: nn.Module) -> list[int]:
     """Numbers of experts that the module may have: lengths of its lists, first dims of its own stacked parameters."""
-    found = [len(m) for m in once(module) if isinstance(m, LISTS) and len(m) > 1]
+    found = [len(m) for m in modules.once(module) if isinstance(m, LISTS) and len(m) > 1]
     stacked = [p.shape[0] for m in (module, *module.children()) for p in m._parameters.values()
                if p is not None and p.ndim >= 3 and p.shape[0] > 1]  # fmt: skip
     return sorted(dict.fromkeys([*found, *stacked]), reverse=True)
@@ -98,7 +97,7 @@ def _beside(name: str, specs: dict[str, Spec]) -> bool:
 def _listed(
     module: nn.Module, named: dict[str, nn.Parameter], count: int
 ) -> tuple[dict[str, Spec], dict[str, tuple[str, int]]]:
-    lists = {path: _keys(m) for path, m in by_path(module).items() if isinstance(m, LISTS) and len(m) == count}
+    lists = {path: _keys(m) for path, m in modules.named(module).items() if isinstance(m, LISTS) and len(m) == count}
     groups: dict[str, dict[int, str]] = {}
     for name in named:
         parts = name.split(".")
@@ -217,7 +216,7 @@ def _recorded(module: Any, kind: type, found: Families, args: Any, kwargs: Any, 
     for i, x in enumerate(given):
         if isinstance(x, Tensor):
             seen.track(x, f"#{i}", choice=Choice(found.count, -1) if _chooses(x, found.count) else None)
-    parts, before = by_path(module), Snapshot.of(by_path(module))
+    parts, before = modules.named(module), Snapshot.of(modules.named(module))
     call_args, call_kwargs = tree_unflatten(given, spec)
     own = type(module)
     try:
