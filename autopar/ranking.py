@@ -1,6 +1,6 @@
 """Families to plans, ranked or of given strategies: what needs no model, and so neither torch nor a trace."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from autopar.cost.space import Space
 from autopar.cost.table import size
 from autopar.errors import AutoparError
 from autopar.ir.mesh import KNOWN_AXES, Mesh
-from autopar.plans import Plan, Plans
+from autopar.plans import Plan, Plans, closer, rehearsed
 from autopar.strategy import Strategy
 
 USABLE = 0.92  # of a device's memory: what is left by its context, the allocator and libraries
@@ -25,6 +25,10 @@ FIELDS = (
     "sequence_parallel", "zero", "zero_shard_size", "microbatches", "schedule", "virtual_stages", "recompute",
     "offload", "context_parallel",
 )  # fmt: skip
+
+
+LOWERED = 3  # of the ranked plans, where a trace is there
+SPARE = 24  # plans behind, which take the place of those that cannot be lowered
 
 
 def cluster_of(text: str) -> Hardware:
@@ -61,6 +65,49 @@ def planned(forms: list[Forms], machine: Hardware, space: Space, regime: Regime,
     best, notes = list(found.ranked[:count]), _notes(forms, space)
     hint = "" if best else "\n".join((_hint(found, forms, machine, space, regime), *notes))
     return Plans(wrap(best), wrap(list(found.front)), found, hint, notes)
+
+
+def priced_on(plan: Plan, program: Forms) -> Plan:
+    """The plan with the price of its own program: its rehearsal, or a search's sums where that has too many actions."""
+    question, searched = plan.found.question, plan.option
+    alone = replace(plan, program=program, searched=searched)
+    near = rehearsed(alone)
+    if near is not None:
+        return closer(alone, near)
+    table = searched.candidates(question.space.positions)
+    return replace(alone, option=question.options(program, table, np.zeros(1, int))[0])
+
+
+def lowered(plans: Plans, lower: Callable[[Plan], Plan], number: int, count: int) -> Plans:
+    """The list with its first ``number`` plans lowered, and ranked by the price of their programs, before the others.
+
+    A plan whose program cannot be lowered, or does not fit, falls out, and the next one takes its place; of as many as
+    there are in the list. Ties by memory, then by the order of the search.
+
+    Args:
+        lower: gives the plan with the price of its program, or raises AutoparError. count: plans to return.
+    """
+    done: list[Plan] = []
+    dropped: list[str] = []
+    tried = 0
+    for tried, plan in enumerate(plans, 1):
+        if len(done) == number:
+            tried -= 1
+            break
+        try:
+            near = lower(plan)
+        except AutoparError as error:
+            dropped.append(f"{plan.words}: {error.message} [{error.slug}]")
+            continue
+        if near.fits:
+            done.append(near)
+        else:
+            over = size(near.memory - plan.found.limit)
+            dropped.append(f"{plan.words}: its program needs {over} more than a device may hold [over-memory]")
+    done.sort(key=lambda p: (round(p.seconds, 9), round(p.memory)))
+    left = [*done, *plans[tried:]][:count]
+    hint = "\n".join(("no plan that fits can be lowered:", *dropped)) if plans and not left else plans.hint
+    return replace(plans, plans=tuple(left), hint=hint, dropped=tuple(dropped))
 
 
 def _notes(forms: list[Forms], space: Space) -> tuple[str, ...]:

@@ -157,7 +157,8 @@ class Work:
         Ulysses: all-to-alls of queries, keys, values and results, forward and backward. Recomputation is not counted.
         """
         cp, near = self.c.sizes["cp"], self.links.inside(("cp",))
-        layers = [sum(n for n, k in u.unit.kernels if k.kind == "attention") for u in self.forms.units]
+        held = [u.unit for u in self.forms.units]
+        layers = [sum(n for n, k in u.kernels if k.kind == "attention") * (u.heads[0] != 0) for u in held]
         calls = np.maximum(1e-9, self.ranked(self.counts @ np.array(layers, dtype=float)))
         rows = self.c.rows
         merge = ring_sums(self.on(lambda t: t.heads[0]), cp) / self.rate

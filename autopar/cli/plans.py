@@ -21,6 +21,7 @@ def record(name: str, plan: Plan) -> dict[str, Any]:
         "compute_seconds": o.compute, "bubble_seconds": o.bubble, "optimizer_seconds": o.optimizer,
         **{f"exposed_{a}_seconds": s for a, s in o.exposed.items()},
         **{f"{k}_bytes": b for k, b in o.memory.items()}, "peak_bytes": o.peak, "fits": plan.fits,
+        "priced_by": plan.priced_by,
     }  # fmt: skip
 
 

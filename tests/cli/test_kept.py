@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from autopar import shelf
-from autopar.cli.learned import learn, learn_on, learned
 from autopar.cli.main import main
 from autopar.cli.screen import Screen
 from autopar.cost.closed import Family
@@ -19,6 +18,7 @@ from autopar.cost.forms import Forms
 from autopar.cost.hardware import load
 from autopar.cost.regime import ours
 from autopar.cost.stored import from_data, to_data
+from autopar.learned import Named
 from autopar.presets import configuration
 from autopar.ranking import planned, space_of
 from autopar.shelf import Known
@@ -42,7 +42,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module", params=NAMES)
 def known(request: pytest.FixtureRequest) -> Known:
-    return learn(request.param, load("h100x8"), "bf16", None)
+    return Named(request.param).learn_on([load("h100x8")])[0]
 
 
 def ranked(families: tuple[Family, ...]) -> list[tuple[str, float, dict[str, float], dict[str, float]]]:
@@ -73,7 +73,7 @@ def test_what_came_with_autopar_is_what_a_trace_gives(name: str) -> None:
     entry = json.loads((shelf.SHIPPED / f"{shelf.name_of(configuration(name))}.json").read_text())
     at = {m: entry["machines"][shelf.name_of(repr(load(m)))] for m in ("h100", "a100-80g", "b200")}
     machines = [load(m) for m in sorted(at, key=lambda m: (at[m], m))][:: max(1, len(at) - 1)]
-    for machine, found in zip(machines, learn_on(machines, f"hf:{name}", "bf16", None)):
+    for machine, found in zip(machines, Named(f"hf:{name}").learn_on(machines)):
         kept = Known.of(json.dumps(entry["known"][at[machine.name]]))
         assert kept.text() == found.text(), "run python benchmarks/forms.py"
 
@@ -112,15 +112,14 @@ def damaged(path: Path) -> list[str]:
 
 def test_what_was_changed_or_cut_short_is_passed_over_and_written_again(cache: Path) -> None:
     machine, screen = load("h100x8"), Screen(quiet=True)
-    learned(NAMES[0], machine, "bf16", None, screen)
+    Named(NAMES[0], say=screen.say).known(machine)
     (path,) = cache.iterdir()
     whole = path.read_text()
     for text in damaged(path):
         path.write_text(text)
         assert shelf.recall(path.stem) is None
     assert (
-        learned(NAMES[0], machine, "bf16", None, screen).text() == whole.partition("\n")[2]
-        and path.read_text() == whole
+        Named(NAMES[0], say=screen.say).known(machine).text() == whole.partition("\n")[2] and path.read_text() == whole
     )
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from autopar.cli.main import main
-from autopar.cli.models import load
 from autopar.cost import hardware as profiles
 from autopar.cost.balance import even_starts
 from autopar.cost.candidates import SCHEDULES, Candidates
@@ -27,6 +26,7 @@ from autopar.cost.stored import from_data, to_data
 from autopar.cost.symbols import evaluate
 from autopar.errors import AutoparError
 from autopar.families import families
+from autopar.models import load
 from autopar.planner import accelerator, plan
 from autopar.ranking import planned
 
