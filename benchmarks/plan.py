@@ -5,8 +5,9 @@
 Each row is a process of its own with one thread: CPU seconds are what an idle core takes, however busy the machine is.
 The first table is a search: ``import`` loads autopar, torch and transformers, ``model`` makes the model on the meta
 device, ``trace`` exports and lowers it for every family, ``search`` prices all candidates and ranks them, ``lower``
-lowers the first three and ranks them by their programs; the bar is for both together. The second is the command, from the start of the process to its table, with nothing in the user's folder for caches: ``first`` with
-what came with autopar, ``traced`` without. Exit status 1 where a bar is missed.
+lowers the first three and ranks them by their programs; the bar is for both together. The second is the command, from
+the start of the process to its table, with nothing in the user's folder for caches: ``first`` with what came with
+autopar, ``traced`` without. Exit status 1 where a bar is missed.
 """
 
 import argparse
