@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from autopar import shelf
+import autopar
+from autopar import models, shelf
 from autopar.cli.main import main
 from autopar.cli.screen import Screen
 from autopar.cost.closed import Family
@@ -18,6 +19,7 @@ from autopar.cost.forms import Forms
 from autopar.cost.hardware import load
 from autopar.cost.regime import ours
 from autopar.cost.stored import from_data, to_data
+from autopar.errors import AutoparError
 from autopar.learned import Named
 from autopar.presets import configuration
 from autopar.ranking import planned, space_of
@@ -65,6 +67,24 @@ def test_a_second_answer_is_the_first_and_needs_no_torch(cache: Path, capfd: pyt
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == json.loads(first.out) and len(json.loads(done.stdout)) == 8
     assert len(list(cache.iterdir())) == 1
+
+
+def test_a_plan_of_a_name_is_that_of_the_command_and_uses_what_is_kept(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(ASKED) == 0
+    said = json.loads(capsys.readouterr().out)
+    monkeypatch.setattr(models, "load", None)  # nothing may be loaded again
+    plans = autopar.plan(NAMES[0], "h100x8", count=8)
+    keys = ("mesh", "strategy", "step_seconds", "peak_bytes", "mfu")
+    found = [(p.mesh, p.strategy, p.seconds, p.memory, p.mfu) for p in plans]
+    assert found == [tuple(r[k] for k in keys) for r in said] and len(found) == 8
+    chosen = autopar.plan(NAMES[0], "h100x8", batch=64, mesh="tp=2", strategy="zero=1")
+    assert chosen and all(p.option.sizes["tp"] == 2 and p.option.zero == 1 for p in chosen)
+    assert chosen.found.question.space.batch == 64
+    with pytest.raises(AutoparError) as error:
+        autopar.plan(NAMES[0], "h100x8", kwargs={"input_ids": None})
+    assert error.value.slug == "input-structure"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3-8b", "mixtral-8x7b"])
