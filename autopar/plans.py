@@ -67,8 +67,8 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank holds no more than it may."""
-        return self.memory <= self.found.limit
+        """Whether every rank holds no more than it may, on its device and in host memory."""
+        return self.found.question.fits(self.option)
 
     @property
     def seconds(self) -> float:
@@ -103,7 +103,7 @@ class Plan:
         """Why another option of the search is worse: what is over, or which parts of the step are longer."""
         own = self.searched or self.option
         if not replace(self, option=other).fits:
-            return f"does not fit: {size(other.peak - self.found.limit)} over"
+            return f"does not fit: {self.found.question.over(other)}"
         longer = {name: b - a for name, a, b in _parts(own, other) if b - a > 1e-3 * own.seconds}
         top = sorted(longer, key=lambda name: (-longer[name], name))[:2]
         slower = other.seconds / own.seconds - 1
@@ -129,7 +129,8 @@ class Plan:
         yield _two(
             "memory of the fullest rank", ("kind", "bytes", "share"),
             [(k, size(v), f"{v / o.peak:.1%}") for k, v in o.memory.items() if v]
-            + [("peak", size(o.peak), f"of {size(self.found.limit)}")],
+            + [("peak", size(o.peak), f"of {size(self.found.limit)}")]
+            + [("in host memory", size(o.host), f"of {size(self.found.question.host_limit)}")] * bool(o.host),
         )  # fmt: skip
         rows = [(change, n.mesh, n.strategy, self.why(n)) for change, n in self.neighbours()]
         yield _two("neighbours: the best with one change", ("change", "mesh", "strategy", "why worse"), rows)

@@ -102,8 +102,8 @@ def lowered(plans: Plans, lower: Callable[[Plan], Plan], number: int, count: int
         if near.fits:
             done.append(near)
         else:
-            over = size(near.memory - plan.found.limit)
-            dropped.append(f"{plan.words}: its program needs {over} more than a device may hold [over-memory]")
+            over = plan.found.question.over(near.option)
+            dropped.append(f"{plan.words}: its program does not fit: {over} [over-memory]")
     done.sort(key=lambda p: (round(p.seconds, 9), round(p.memory)))
     left = [*done, *plans[tried:]][:count]
     hint = "\n".join(("no plan that fits can be lowered:", *dropped)) if plans and not left else plans.hint
@@ -126,16 +126,25 @@ def _hint(found: Found, forms: list[Forms], machine: Hardware, space: Space, reg
             f"no mesh of {space.ranks} devices{own and f' with {own}'} divides the model and a batch of {space.batch}; "
             f"change the batch{own and ', or leave out a part of that'}"
         )
-    kind = max(least[0].memory, key=lambda k: least[0].memory[k])
-    over = least[0].peak - found.limit
-    text = (
-        f"nothing fits: the smallest needs {size(least[0].peak)} a device, {size(over)} over {size(found.limit)} "
-        f"({kind} {size(least[0].memory[kind])}): {least[0].words}"
-    )
+    text = f"nothing fits: {_smallest(found)}: {least[0].words}"
     for words, changed in _relaxed(space):
         if search(forms, machine, changed, regime, found.limit).ranked:
             return f"{text}\nfits with {words}"
     return f"{text}\nneither 16 times the devices nor a sixteenth of the sequence fits"
+
+
+def _smallest(found: Found) -> str:
+    """What the option that is nearest to fitting needs, on its device or in host memory."""
+    option, question = found.least[0], found.question
+    if option.peak <= question.limit:
+        need = f"{size(option.host)} of host memory a device"
+        return f"the smallest needs {need}, {question.over(option)}, where {size(question.host_limit)} are its share"
+    kind = max(option.memory, key=lambda k: option.memory[k])
+    over = option.peak - question.limit
+    return (
+        f"the smallest needs {size(option.peak)} a device, {size(over)} over {size(question.limit)} "
+        f"({kind} {size(option.memory[kind])})"
+    )
 
 
 def _relaxed(space: Space) -> list[tuple[str, Space]]:

@@ -103,7 +103,7 @@ class _Step:
         return replace(
             self.option, seconds=line.seconds + ends[last], compute=own, bubble=line.seconds - work[slow],
             optimizer=updates[last], exposed={a: s for a, s in shown.items() if s > 0},
-            memory=max(memory, key=lambda kinds: sum(kinds.values())),
+            memory=max(memory, key=lambda kinds: sum(kinds.values())), host=float(self.ranks.hosted().max()),
         )  # fmt: skip
 
     def _stages(self) -> tuple[list[float], list[float], dict[str, list[float]]]:

@@ -291,6 +291,15 @@ class Work:
                 out[kind] = out[kind] + near * elements * wide[kind] / np.where(cut, share, 1.0)
         return out
 
+    def hosted(self) -> Array:
+        """Bytes of a rank's states that lie in host memory."""
+        if not np.any(self.c.offload == 1):
+            return np.zeros(1)
+        widths, total = self.regime.widths, np.zeros(1)
+        for group, elements in self.elements().items():
+            total = total + elements * (widths.parameter + widths.gradient + widths.optimizer) / self.share(group)
+        return np.where(self.c.offload == 1, total, 0.0)
+
     def update(self) -> Array:
         """The optimizer's pass over what a rank updates; from host memory where that is where it lies."""
         bandwidth = np.where(self.c.offload == 1, HOST_BANDWIDTH, self.rate)
