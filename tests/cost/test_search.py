@@ -138,14 +138,14 @@ def test_nothing_fits_says_what_is_over_and_what_would_fit(forms):
 
 def test_states_in_host_memory_fit_there_or_are_refused(forms):
     """A node has so much of it, which its ranks share; what is refused says that it is host memory."""
-    space = space_of(MACHINE, 64, 128, given=(("offload", "cpu"),))
+    space = space_of(MACHINE, 64, 128, fixed=(("dp", 16),), given=(("offload", "cpu"),))
     regime = ours(4, "bf16")
     wide = planned(forms, MACHINE, space, regime, 100)
     elements = sum(p.numel() for p in load("hf:llama3-8b-tiny").model.parameters())
-    alone = planned(forms, MACHINE, replace(space, fixed=(("dp", 16),)), regime, 100)
-    whole = next(p.option for p in alone if not p.option.shard)
+    whole = next(p.option for p in wide if not p.option.shard)
     assert whole.host == pytest.approx(16 * elements / 16)  # parameter, gradient and two moments, in float32
     most = max(p.option.host for p in wide)
+    assert most == pytest.approx(2 * whole.host)  # of two copies
     tight = replace(MACHINE, host_memory=8 * 0.99 * most / 0.9)
     left = planned(forms, tight, space, regime, 100)
     assert len(left) > 0 and max(p.option.host for p in left) < most and all(p.fits for p in left)
