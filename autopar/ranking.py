@@ -178,6 +178,9 @@ def priced(
 ) -> list[tuple[str, Plan]]:  # fmt: skip
     """The price of (name, mesh, fields of Strategy) each, in the order given; mesh ``auto``: what a search chooses.
 
+    Positions that do not divide over context ranks are priced as the next more that do, ``space.positions`` of a plan's
+    question; tokens are those that there are.
+
     Raises AutoparError where a strategy does not divide the model or the batch, or nothing fits.
     """
     limit, out = USABLE * machine.memory_bytes, []
@@ -189,13 +192,19 @@ def priced(
                 raise AutoparError("nothing-fits", plans.hint)
             out.append((name, plans[0]))
             continue
-        question = Question(tuple(forms), machine, space, regime, limit)
-        options = [
-            question.options(f, c, np.zeros(1, int))[0] for f, c in _meant(Mesh.parse(mesh), fields, forms, space)
-        ]
+        sizes = Mesh.parse(mesh)
+        near = replace(space, positions=rounded(positions, sizes.size("cp"), forms[0]))
+        question = Question(tuple(forms), machine, near, regime, limit)
+        options = [question.options(f, c, np.zeros(1, int))[0] for f, c in _meant(sizes, fields, forms, near)]
         option = min(options, key=lambda o: o.seconds)
         out.append((name, Plan(option, machine, batch * positions, Found(question))))
     return out
+
+
+def rounded(positions: int, cp: int, forms: Forms) -> int:
+    """The least positions, from ``positions`` on, that context ranks share evenly, in two runs each."""
+    runs = 2 * cp if cp > 1 and forms.family.length else 1
+    return -(-positions // runs) * runs
 
 
 def _meant(
@@ -221,6 +230,7 @@ def candidate(mesh: Mesh, fields: Mapping[str, Any], forms: Forms, batch: int, p
     if wrong:
         raise AutoparError("bad-strategy", f"{wrong[0]} has no price", f"fields: {', '.join(FIELDS)}")
     asked, sizes = Strategy(**fields), {a: mesh.size(a) for a in ORDER}
+    positions = rounded(positions, sizes["cp"], forms)
     _check_divides(sizes, forms, positions, asked.context_parallel)
     _check_engine(sizes, asked)
     own, rest = divmod(batch, sizes["dp"] * sizes["ep"])
@@ -258,10 +268,11 @@ def _check_divides(sizes: Mapping[str, int], forms: Forms, positions: int, kind:
         raise AutoparError("bad-strategy", f"context_parallel={kind} has no price", "ring or ulysses")
     if cp > 1 and kind == "ulysses" and not forms.family.allows("tp", ways):
         raise AutoparError("indivisible-dim", f"heads do not divide over tp times cp={ways}", "context_parallel=ring")
-    whole = (2 * ways if cp > 1 else ways) if forms.family.length and (cp > 1 or forms.family.sequence) else 1
+    whole = (2 * ways if cp > 1 else ways) if forms.family.length and forms.family.sequence else 1
     if positions % whole:
-        why = f"{positions} positions that do not divide over {whole} runs have no price"
-        raise AutoparError("indivisible-dim", why, f"a --seq that {whole} divides, as {-(-positions // whole) * whole}")
+        why = f"sequence_parallel with {positions} positions that {whole} does not divide has no price: tp then shards"
+        fix = f"a --seq that {whole} divides, as {-(-positions // whole) * whole}, or no sequence_parallel"
+        raise AutoparError("indivisible-dim", f"{why} positions in some ops alone, which closed forms do not tell", fix)
 
 
 def _check_engine(sizes: Mapping[str, int], asked: Strategy) -> None:

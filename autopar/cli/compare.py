@@ -117,6 +117,9 @@ def _on_cluster(args: argparse.Namespace, screen: Screen) -> int:
         rows = priced(forms, machine, chosen, batch, positions, ours(known.width, precision))
     rows_of = f"{batch} × {length}" if known.sequential else str(batch)
     screen.say(f"{args.model}: {known.title}; global batch {rows_of}; {cluster}, {precision}")
+    for name, plan in rows:
+        if (priced_as := plan.found.question.space.positions) != positions:
+            screen.say(f"{name}: {positions} positions are shared out unevenly, and priced as {priced_as}")
     found = [(name, plan, rehearsed(plan)) for name, plan in rows]
     steps = [(name, closer(plan, step), step) for name, plan, step in found]
     rows = [(name, plan) for name, plan, _ in steps]

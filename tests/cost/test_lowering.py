@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.cli.arguments import split_axes
 from autopar.cli.main import main
 from autopar.compile import lower, trace_in
 from autopar.cost.candidates import ORDER
@@ -18,6 +19,7 @@ from autopar.cost.hardware import load as profile
 from autopar.cost.links import Links
 from autopar.cost.price import BACKWARD, FORWARD
 from autopar.cost.program import price
+from autopar.cost.regime import Regime
 from autopar.errors import AutoparError
 from autopar.families import Example, Sample
 from autopar.ir.mesh import Mesh
@@ -26,11 +28,13 @@ from autopar.lowering import Lowering
 from autopar.models import load
 from autopar.planner import plan
 from autopar.plans import Plan
-from autopar.ranking import lowered
+from autopar.ranking import lowered, priced
 from autopar.resized import Resize
 from autopar.solve.batch import settle_outputs
 
 HARDWARE = profile("h100x8")
+# As programs are priced: nothing hides, and gradients are one message.
+PLAIN = Regime(overlap=0.0, compute_width=4, reduce_width=4, update=0.0, engine=False)
 
 
 def text(rows: int, positions: int) -> dict[str, torch.Tensor]:
@@ -176,3 +180,31 @@ def test_the_command_says_which_were_lowered(capsys: pytest.CaptureFixture[str])
     assert main(asked) == 0
     out, err = capsys.readouterr()
     assert {r["priced_by"] for r in json.loads(out)} == {"closed forms"} and "lowered" not in err
+
+
+@pytest.mark.parametrize(("strategy", "length"), [("dp=2,cp=4", 1001), ("cp=8,context_parallel=ring", 1000)])
+def test_positions_that_do_not_divide_cost_about_what_their_program_does(
+    strategy: str, length: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The closed forms take the next number that divides; a run shares out those that there are."""
+    model, machine = named("llama3-8b-tiny"), replace(HARDWARE, overlap=0.0)
+    asked = [(strategy, *split_axes(strategy))]
+    made = [Forms(f) for f in Sample.of(model, (), text(2, 64), precision="fp32").families(machine).values()]
+    ((_, found),) = priced(made, machine, asked, 8, length, PLAIN)
+    assert found.tokens == 8 * length and found.found.question.space.positions == 1008
+    sizes = Mesh.parse(found.mesh)
+    own = text(8 // sizes.data_size, length)
+    given = f"context_parallel={found.option.context},hardware=h100"
+    real = price(lower(model, (), own, sizes, given, after="reshard", loss_only=True), machine)
+    assert found.seconds == pytest.approx(float(real.step_seconds), rel=0.02)
+    assert found.option.memory["activations"] == pytest.approx(float(real.memory["activations"]), rel=0.02)
+    assert main(["compare", "hf:llama3-8b-tiny", "--cluster", "h100x8", "--seq", str(length), strategy]) == 0
+    assert f"{length} positions are shared out unevenly, and priced as 1008" in capsys.readouterr().err
+
+
+def test_positions_that_tp_cannot_share_are_refused_with_the_reason() -> None:
+    made = [Forms(f) for f in Sample.of(named("llama3-8b-tiny"), (), text(2, 64)).families(HARDWARE).values()]
+    with pytest.raises(AutoparError, match="sequence_parallel with 1001 positions that 2 does not divide") as error:
+        strategy = "dp=4,tp=2,sequence_parallel=true"
+        priced(made, HARDWARE, [(strategy, *split_axes(strategy))], 8, 1001, PLAIN)
+    assert error.value.slug == "indivisible-dim" and "as 1002" in str(error.value)
