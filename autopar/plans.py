@@ -108,6 +108,8 @@ class Plan:
         top = sorted(longer, key=lambda name: (-longer[name], name))[:2]
         slower = other.seconds / own.seconds - 1
         if slower < 5e-4:
+            if other.compute > 1.001 * own.compute:
+                return f"as fast, {duration(other.compute - own.compute)} more work, which is hidden"
             more = other.peak - own.peak
             return f"as fast, {size(more)} more memory" if more > 0 else "as fast"
         return f"{slower:+.1%}: " + ", ".join(f"{name} +{duration(longer[name])}" for name in top)

@@ -82,7 +82,7 @@ def lowered(plans: Plans, lower: Callable[[Plan], Plan], number: int, count: int
     """The list with its first ``number`` plans lowered, and ranked by the price of their programs, before the others.
 
     A plan whose program cannot be lowered, or does not fit, falls out, and the next one takes its place; of as many as
-    there are in the list. Ties by memory, then by the order of the search.
+    there are in the list. Ties as in a search, then by its order.
 
     Args:
         lower: gives the plan with the price of its program, or raises AutoparError. count: plans to return.
@@ -104,7 +104,7 @@ def lowered(plans: Plans, lower: Callable[[Plan], Plan], number: int, count: int
         else:
             over = plan.found.question.over(near.option)
             dropped.append(f"{plan.words}: its program does not fit: {over} [over-memory]")
-    done.sort(key=lambda p: (round(p.seconds, 9), round(p.memory)))
+    done.sort(key=lambda p: p.option.rank)
     left = [*done, *plans[tried:]][:count]
     hint = "\n".join(("no plan that fits can be lowered:", *dropped)) if plans and not left else plans.hint
     return replace(plans, plans=tuple(left), hint=hint, dropped=tuple(dropped))

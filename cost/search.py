@@ -58,6 +58,11 @@ class Option:
         return sum(self.memory.values())
 
     @property
+    def rank(self) -> tuple[float, float, float]:
+        """What is better is less: seconds, then a rank's own work, which communication may hide, then bytes."""
+        return round(self.seconds, 9), round(self.compute, 9), round(self.peak)
+
+    @property
     def mesh(self) -> str:
         """Axes of several ranks as text, major to minor."""
         return ",".join(f"{a}={self.sizes[a]}" for a in self.order if self.sizes[a] > 1) or "dp=1"
@@ -173,8 +178,9 @@ class Found:
     """What a search found.
 
     Args:
-        question: what was asked. count: candidates priced. ranked: the fastest that fit, fastest first; ties by memory,
-            then by the order of their fields. front: nothing that fits is both faster and smaller, fastest first.
+        question: what was asked. count: candidates priced.
+        ranked: the fastest that fit, fastest first; ties by a rank's work, by memory, then by the order of fields.
+        front: nothing that fits is both faster and smaller, fastest first.
         least: where nothing fits, the one of each grid that is nearest to it, nearest first.
     """
 
@@ -226,7 +232,7 @@ class _Kept:
         best, front, least = (np.concatenate(self.rows[n], axis=1) for n in ("best", "front", "least"))
         best = best[:, np.lexsort((best[1], best[0]))][:, : 4 * KEEP]
         front = front[:, _front(front[0], front[1])]
-        ranked = sorted(self._options(best), key=lambda o: (round(o.seconds, 9), round(o.peak), o.key()))
+        ranked = sorted(self._options(best), key=lambda o: (*o.rank, o.key()))
         small = [] if ranked else sorted(self._options(least), key=self.question.smallest)
         return Found(self.question, self.count, tuple(ranked), _unbeaten(self._options(front)), tuple(small))
 

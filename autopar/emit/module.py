@@ -82,6 +82,15 @@ class ParallelModule(Checkpoints, Named):
         self._pipelined: dict[int, tuple[Variant, Pipelined]] = {}
         self._options: dict[str, Any] | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        """``plan`` is None where nothing was planned, and the model has nothing of that name."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "plan":
+                return None
+            raise
+
     @guarded
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for this data rank's rows, in the model's own structure.

@@ -1,6 +1,8 @@
 """What planning keeps of a model: the same answer without torch, and nothing else than what was written."""
 
+import copy
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -85,6 +87,19 @@ def test_a_plan_of_a_name_is_that_of_the_command_and_uses_what_is_kept(
     with pytest.raises(AutoparError) as error:
         autopar.plan(NAMES[0], "h100x8", kwargs={"input_ids": None})
     assert error.value.slug == "input-structure"
+
+
+def test_plans_are_copied_and_pickled(cache: Path, tmp_path: Path) -> None:
+    """And read by a process that has planned nothing."""
+    plans = autopar.plan(NAMES[0], "h100x8", count=2)
+    for same in (copy.copy(plans), copy.deepcopy(plans), pickle.loads(pickle.dumps(plans))):
+        assert list(same) == list(plans) and same[0].explain() == plans[0].explain()
+    (tmp_path / "plans").write_bytes(pickle.dumps((plans, plans[0])))
+    read = (
+        "import pickle, sys; plans, one = pickle.load(open(sys.argv[1], 'rb')); print(one.explain(), plans[0] == one)"
+    )
+    done = subprocess.run([sys.executable, "-c", read, str(tmp_path / "plans")], capture_output=True, text=True)
+    assert done.stdout == f"{plans[0].explain()} True\n", done.stderr
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3-8b", "mixtral-8x7b"])
