@@ -14,7 +14,7 @@ from autopar.checkpoint.safetensors import config_of
 from autopar.emit.across import Across
 from autopar.emit.emitted import Emitted, Variant, emit
 from autopar.emit.engine import engine_of, start
-from autopar.emit.named import Named
+from autopar.emit.named import Root
 from autopar.emit.norms import clip_gradients
 from autopar.emit.params import Place, gather_of, shard_of
 from autopar.emit.pipelined import Pipelined
@@ -43,7 +43,7 @@ class Compiler(Protocol):
         """The variant for a call of the model with ``args`` and ``kwargs``."""
 
 
-class ParallelModule(Checkpoints, Named):
+class ParallelModule(Checkpoints, Root):
     """A model on a mesh: equal to the unsharded model on the global batch.
 
     Called as the model is, with this data rank's rows; returns the model's own output structure.
@@ -81,15 +81,6 @@ class ParallelModule(Checkpoints, Named):
         self._emitted: dict[int, tuple[Variant, Emitted]] = {}
         self._pipelined: dict[int, tuple[Variant, Pipelined]] = {}
         self._options: dict[str, Any] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        """``plan`` is None where nothing was planned, and the model has nothing of that name."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "plan":
-                return None
-            raise
 
     @guarded
     def forward(self, *args: Any, **kwargs: Any) -> Any:
