@@ -8,19 +8,17 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.compile import Compiler
 from autopar.errors import AutoparError
 from autopar.families import Example
 from autopar.ir.mesh import Mesh
 from autopar.planner import accelerator, given, plan
-from autopar.plans import Plan, Plans
+from autopar.plans import Plan
 from autopar.runtime.agreement import everyones, of_the_first
-from autopar.runtime.garbage import uncollected
 from autopar.strategy import Strategy
 
 Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
 WORD = "auto"
-TRIED = 24  # plans that are compiled, best first, until one can be
+SHOWN = 24  # plans that ``explain`` lists
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ def decide(
     loss: Callable[[Any], Tensor] | None = None,
     hardware: str = "cpu",
 ) -> Decision:
-    """The fastest plan that fits and can be compiled, on ``ranks`` devices.
+    """The fastest plan that fits and can be lowered, on ``ranks`` devices, by the price of its program.
 
     Args:
         args, kwargs: example inputs of any number of rows. strategy: ``auto``, and fields that are decided already.
@@ -75,21 +73,15 @@ def decide(
     hardware = own.get("hardware", hardware)
     plans = plan(
         model, f"{hardware}x{ranks}", args, kwargs, batch=batch, loss=loss, precision=own.get("precision", "fp32"),
-        count=TRIED, mesh=mesh, strategy=strategy.partition(",")[2],
+        count=SHOWN, mesh=mesh, strategy=strategy.partition(",")[2],
     )  # fmt: skip
     if not plans:
+        if plans.dropped:
+            raise AutoparError("nothing-compiles", plans.hint, "give a mesh")
         raise AutoparError("nothing-fits", plans.hint, "more devices, fewer rows or shorter ones")
-    refused: list[str] = []
-    for found in plans:
-        chosen = settings(found, own, hardware)
-        try:
-            _compile(model, example, found, chosen, loss)
-        except AutoparError as error:
-            refused.append(f"{found.words}: {error.message} [{error.slug}]")
-            continue
-        summary = "; ".join((_summary(found, batch), *plans.notes))
-        return Decision(found.mesh, str(chosen), batch, summary, _text(found, plans, refused))
-    raise AutoparError("nothing-compiles", "\n".join(("no plan that fits can be compiled:", *refused)), "give a mesh")
+    found = plans[0]
+    summary = "; ".join((_summary(found, batch), *plans.notes))
+    return Decision(found.mesh, str(settings(found, own, hardware)), batch, summary, f"{found.explain()}\n{plans}\n")
 
 
 def settings(found: Plan, own: Mapping[str, Any], hardware: str) -> Strategy:
@@ -107,25 +99,9 @@ def settings(found: Plan, own: Mapping[str, Any], hardware: str) -> Strategy:
     return replace(chosen, **{**made, **own})
 
 
-def _compile(model: nn.Module, example: Example, found: Plan, strategy: Strategy, loss: Any) -> None:
-    """Compile the plan for its first rank, as ``parallelize`` does. Raises what it raises."""
-    mesh = Mesh.parse(found.mesh)
-    own = found.option.rows * found.option.microbatches
-    compiler = Compiler(
-        model, mesh, strategy, at=lambda m: m.coordinates(0), agree=lambda *a, **k: (own,) * mesh.data_size, loss=loss
-    )
-    with uncollected():
-        compiler.example(*example.with_rows(own), model.training)
-
-
 def _summary(found: Plan, batch: int) -> str:
     price = f"predicted {found.seconds * 1e3:.3g} ms a step of {batch} rows, {found.memory / 2**30:.3g} GiB"
     return f"{found.words}: {price}"
-
-
-def _text(found: Plan, plans: Plans, refused: list[str]) -> str:
-    over = "".join(f"passed over, as it cannot be compiled: {line}\n" for line in refused)
-    return f"{found.explain()}\n{plans}\n{over}"
 
 
 def decided(

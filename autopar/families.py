@@ -68,17 +68,26 @@ class Example:
 
     def sized(self, primes: Primes) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs of one of two data ranks with ``primes`` rows, and twice its positions."""
+        return self.shaped(primes.rows, 2 * (primes.positions or 0))
+
+    def shaped(self, rows: int, positions: int, device: str | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs with so many rows, and positions where there are any, as zeros on their own device or another."""
 
         def resize(x: Any) -> Any:
             if not isinstance(x, Tensor) or not x.ndim or x.shape[0] != self.rows:
                 return x
-            shape = [primes.rows, *x.shape[1:]]
-            if self.positions is not None and primes.positions is not None and x.ndim == 2:
-                shape[1] = 2 * primes.positions
-            return x.new_zeros(shape)
+            shape = [rows, *x.shape[1:]]
+            if self.positions is not None and positions and x.ndim == 2:
+                shape[1] = positions
+            return x.new_zeros(shape, device=device)
 
         args, kwargs = tree_map(resize, (self.args, dict(self.kwargs)))
         return args, kwargs
+
+
+def width_of(model: nn.Module) -> int:
+    """Bytes of an element of the model's parameters."""
+    return next((p.dtype.itemsize for p in model.parameters() if p.is_floating_point()), 4)
 
 
 def families(
@@ -111,19 +120,41 @@ def families_on(
     styles: Sequence[Style] = (PLAIN,),
 ) -> list[dict[tuple[bool, Style], Family]]:
     """``families`` on each of several profiles, of one trace."""
-    example = Example.of(args, kwargs)
-    sizes = {n for p in (*model.parameters(), *model.buffers()) for n in p.shape}
-    longest = None if example.positions is None else min(max(example.positions, 64), LONGEST)
-    primes = Primes.apart(sizes, longest)
-    with uncollected():
-        mesh, primes = Mesh.of({"dp": WAYS, "tp": 2}), replace(primes, ways=WAYS)
-        inputs, low = example.sized(primes), precision_of(Strategy(precision=precision))
-        traced = trace_in(low, model, *inputs, mesh=mesh, loss=loss, train=model.training)
-        program = only_loss(settle_outputs(traced.program))
-        if any(n.target is ops.experts for _, graph in program.graphs() for n in graph.nodes):
-            primes = replace(primes, data=("dp", "ep"))
-            program = replace(program, mesh=Mesh.of({"dp": WAYS // 2, "ep": 2, "tp": 2}))
-        return [_families(program, primes, Context(machine), styles) for machine in machines]
+    sample = Sample.of(model, args, kwargs, loss=loss, precision=precision)
+    return [sample.families(machine, styles) for machine in machines]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The trace that families are made of, with all outputs, and the sizes that tell its rows and positions."""
+
+    program: Program
+    primes: Primes
+
+    @staticmethod
+    def of(
+        model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, loss: Loss | None = None,
+        precision: str = "bf16",
+    ) -> "Sample":  # fmt: skip
+        """Of a model, which is traced without weights. Raises AutoparError where it cannot be traced."""
+        example = Example.of(args, kwargs)
+        sizes = {n for p in (*model.parameters(), *model.buffers()) for n in p.shape}
+        longest = None if example.positions is None else min(max(example.positions, 64), LONGEST)
+        primes = replace(Primes.apart(sizes, longest), ways=WAYS)
+        with uncollected():
+            inputs, low = example.sized(primes), precision_of(Strategy(precision=precision))
+            mesh = Mesh.of({"dp": WAYS, "tp": 2})
+            traced = trace_in(low, model, *inputs, mesh=mesh, loss=loss, train=model.training)
+            return Sample(settle_outputs(traced.program), primes)
+
+    def families(self, machine: Hardware, styles: Sequence[Style] = (PLAIN,)) -> dict[tuple[bool, Style], Family]:
+        """See ``families``."""
+        program, primes = only_loss(self.program), self.primes
+        with uncollected():
+            if any(n.target is ops.experts for _, graph in program.graphs() for n in graph.nodes):
+                primes = replace(primes, data=("dp", "ep"))
+                program = replace(program, mesh=Mesh.of({"dp": WAYS // 2, "ep": 2, "tp": 2}))
+            return _families(program, primes, Context(machine), styles)
 
 
 def _families(

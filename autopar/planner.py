@@ -12,19 +12,21 @@ from autopar.cost.candidates import SCHEDULES
 from autopar.cost.forms import Forms
 from autopar.cost.regime import Regime, ours
 from autopar.cost.space import ENGINES
-from autopar.errors import AutoparError
-from autopar.families import Example, families
+from autopar.errors import AutoparError, tell
+from autopar.families import Example, Sample, families, width_of
 from autopar.ir.mesh import KNOWN_AXES, Mesh
+from autopar.learned import Named, plan_named
+from autopar.lowering import Lowering
 from autopar.passes.pipeline import parse
 from autopar.plans import Plan, Plans
-from autopar.ranking import cluster_of, planned, priced, space_of
+from autopar.ranking import LOWERED, SPARE, cluster_of, lowered, planned, priced, space_of
 from autopar.runtime.garbage import uncollected
 from autopar.strategy import Strategy, written
 
 
 @uncollected()
 def plan(
-    model: nn.Module,
+    model: nn.Module | str,
     cluster: str,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -37,15 +39,20 @@ def plan(
     mesh: Mapping[str, int] | str | None = None,
     strategy: Strategy | str | None = None,
     count: int = 10,
+    lower: int | None = None,
 ) -> Plans:
     """The fastest strategies that fit, best first. Allocates no model: it may lie on the meta device.
 
     Args:
+        model: a module, or a name as the command line takes it: of a preset (``hf:NAME``) what is kept is used.
         cluster: hardware and devices, as ``h100x64``.
         args, kwargs: example inputs; their rows and positions do not matter where ``batch`` and ``sequence`` are given.
+            A named model has its own.
         batch: rows of the global batch; by default four for each device. sequence: positions of a row.
         precision: as ``Strategy.precision``; bf16 where neither it nor ``strategy`` says. axes: mesh axes that may have
-            several ranks. count: plans to return.
+            several ranks. count: plans to return. lower: how many of the first are lowered by the passes, each on the
+            program at its own sizes, and ranked again by that; what cannot be lowered falls out. By default 3, or none
+            of ``hf:NAME``, which would have to be traced for it.
         mesh: axes whose sizes are decided, as ``tp=8``; the others are chosen. strategy: fields that are decided: those
             that text names, ``zero=0`` too, or those of a Strategy that are not at their default.
 
@@ -56,12 +63,25 @@ def plan(
     own = given(strategy)
     precision = _agreed("precision", precision, own.get("precision"), "bf16")
     _agreed("hardware", machine.name, own.get("hardware"), "")
-    example = Example.of(args, kwargs or {})
-    made = families(model, args, kwargs or {}, hardware=machine, loss=loss, precision=precision)
-    positions = sequence or example.positions or 1
     fixed = _fixed(mesh, machine.ranks)
+    if isinstance(model, str):
+        if args or kwargs or loss:
+            raise AutoparError("input-structure", f"{model} has inputs and a loss of its own", "pass a module, or none")
+        named = Named(model, precision, sequence, say=lambda note: tell([note]))
+        return plan_named(
+            named, named.known(machine), machine, batch=batch, axes=axes, fixed=fixed, given=tuple(own.items()),
+            count=count, lower=lower,
+        )  # fmt: skip
+    example = Example.of(args, kwargs or {})
+    sample = Sample.of(model, args, kwargs or {}, loss=loss, precision=precision)
+    positions = sequence or example.positions or 1
     space = space_of(machine, batch, positions, axes, fixed, tuple(own.items()))
-    return planned([Forms(f) for f in made.values()], machine, space, regime_of(model, precision), count)
+    forms, regime = [Forms(f) for f in sample.families(machine).values()], regime_of(model, precision)
+    number = LOWERED if lower is None else lower
+    if not number:
+        return planned(forms, machine, space, regime, count)
+    plans = planned(forms, machine, space, regime, max(count, number) + SPARE)
+    return lowered(plans, Lowering(model, args, kwargs or {}, precision, loss, sample), number, count)
 
 
 @uncollected()
@@ -128,11 +148,6 @@ def _agreed(name: str, one: str | None, other: str | None, default: str) -> str:
 def regime_of(model: nn.Module, precision: str) -> Regime:
     """How the engine holds a model's states: parameters, gradients and both moments of AdamW in their own dtype."""
     return ours(width_of(model), precision)
-
-
-def width_of(model: nn.Module) -> int:
-    """Bytes of an element of the model's parameters."""
-    return next((p.dtype.itemsize for p in model.parameters() if p.is_floating_point()), 4)
 
 
 def accelerator() -> str:

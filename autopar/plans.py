@@ -33,12 +33,16 @@ class Plan:
     Args:
         option: degrees, engine and price. hardware: that it is for. tokens: of a step (rows where there are no
             positions). found: the search that it came from.
+        program: closed forms of its own program, where it was lowered and ``option`` has the price of that.
+        searched: then the option as the search priced it.
     """
 
     option: Option
     hardware: Hardware = field(repr=False)
     tokens: int
     found: Found = field(repr=False)
+    program: "Forms | None" = field(default=None, repr=False)
+    searched: Option | None = field(default=None, repr=False)
 
     @property
     def mesh(self) -> str:
@@ -52,14 +56,19 @@ class Plan:
         return ",".join(filter(None, (self.option.strategy, *own)))
 
     @property
+    def priced_by(self) -> str:
+        """``program``: its own, lowered by the passes; ``closed forms``: those of the search."""
+        return "closed forms" if self.program is None else "program"
+
+    @property
     def words(self) -> str:
         """Mesh and strategy, in one line."""
         return f"{self.mesh} {self.strategy}".strip()
 
     @property
     def fits(self) -> bool:
-        """Whether every rank holds no more than it may."""
-        return self.memory <= self.found.limit
+        """Whether every rank holds no more than it may, on its device and in host memory."""
+        return self.found.question.fits(self.option)
 
     @property
     def seconds(self) -> float:
@@ -91,14 +100,17 @@ class Plan:
         return neighbours(self.option, self.found.question)
 
     def why(self, other: Option) -> str:
-        """Why another option is worse: what is over, or which parts of the step are longer."""
+        """Why another option of the search is worse: what is over, or which parts of the step are longer."""
+        own = self.searched or self.option
         if not replace(self, option=other).fits:
-            return f"does not fit: {size(other.peak - self.found.limit)} over"
-        longer = {name: b - a for name, a, b in _parts(self.option, other) if b - a > 1e-3 * self.seconds}
+            return f"does not fit: {self.found.question.over(other)}"
+        longer = {name: b - a for name, a, b in _parts(own, other) if b - a > 1e-3 * own.seconds}
         top = sorted(longer, key=lambda name: (-longer[name], name))[:2]
-        slower = other.seconds / self.seconds - 1
+        slower = other.seconds / own.seconds - 1
         if slower < 5e-4:
-            more = other.peak - self.memory
+            if other.compute > 1.001 * own.compute:
+                return f"as fast, {duration(other.compute - own.compute)} more work, which is hidden"
+            more = other.peak - own.peak
             return f"as fast, {size(more)} more memory" if more > 0 else "as fast"
         return f"{slower:+.1%}: " + ", ".join(f"{name} +{duration(longer[name])}" for name in top)
 
@@ -119,7 +131,8 @@ class Plan:
         yield _two(
             "memory of the fullest rank", ("kind", "bytes", "share"),
             [(k, size(v), f"{v / o.peak:.1%}") for k, v in o.memory.items() if v]
-            + [("peak", size(o.peak), f"of {size(self.found.limit)}")],
+            + [("peak", size(o.peak), f"of {size(self.found.limit)}")]
+            + [("in host memory", size(o.host), f"of {size(self.found.question.host_limit)}")] * bool(o.host),
         )  # fmt: skip
         rows = [(change, n.mesh, n.strategy, self.why(n)) for change, n in self.neighbours()]
         yield _two("neighbours: the best with one change", ("change", "mesh", "strategy", "why worse"), rows)
@@ -134,19 +147,19 @@ class Plan:
 
 
 def _forms(plan: Plan) -> "Forms":
-    """The closed forms that a plan was priced by."""
+    """The closed forms that a plan was found by."""
     forms = plan.found.question.forms
     return next((f for f in forms if f.family.sequence == plan.option.sequence), forms[0])
 
 
 def rehearsed(plan: Plan) -> "Rehearsal | None":
-    """A plan's step in time and memory; None where it has more than ``MOST`` actions."""
+    """A plan's step in time and memory, by its own program where it has one; None for more than ``MOST`` actions."""
     from autopar.cost.rehearsal import rehearse  # which a search does without, and the symbols that it loads
 
     option, question = plan.option, plan.found.question
     if option.sizes["pp"] * option.virtual * option.microbatches > MOST:
         return None
-    return rehearse(_forms(plan), plan.hardware, option, question.regime, question.space.positions)
+    return rehearse(plan.program or _forms(plan), plan.hardware, option, question.regime, question.space.positions)
 
 
 def closer(plan: Plan, found: "Rehearsal | None") -> Plan:
@@ -161,11 +174,11 @@ def first_of(plans: Sequence[Plan]) -> int:
 
 @dataclass(frozen=True)
 class Plans(Sequence[Plan]):
-    """Plans that fit, fastest first; none where nothing fits.
+    """Plans that fit, fastest first; none where nothing fits. First those that were lowered, by their programs.
 
     Args:
         hint: where nothing fits: what is over by how much, and the smallest change that fits.
-        notes: what was left out of the search, and why.
+        notes: what was left out of the search, and why. dropped: plans whose program cannot be lowered, and why.
     """
 
     plans: tuple[Plan, ...]
@@ -173,6 +186,20 @@ class Plans(Sequence[Plan]):
     found: Found
     hint: str = ""
     notes: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """What to know beside the list: what was left out, what fell out, and which plans were lowered."""
+        over = (f"passed over, as it cannot be lowered: {line}" for line in self.dropped)
+        first = "the first was" if self.lowered == 1 else f"the first {self.lowered} were"
+        done = f"{first} lowered, and ranked by the price of their own programs"
+        return (*self.notes, *over, *([done] if self.lowered else ()))
+
+    @property
+    def lowered(self) -> int:
+        """How many of the first plans have the price of their own program."""
+        return sum(p.program is not None for p in self.plans)
 
     def __getitem__(self, index: Any) -> Any:
         return self.plans[index]
@@ -183,7 +210,7 @@ class Plans(Sequence[Plan]):
     def __str__(self) -> str:
         console = Console(width=160, record=True, file=io.StringIO(), highlight=False)
         console.print(self.table() if self.plans else self.hint)
-        for note in self.notes if self.plans else ():
+        for note in self.said if self.plans else ():
             console.print(note)
         return console.export_text()
 
@@ -191,13 +218,17 @@ class Plans(Sequence[Plan]):
         """The ranked plans, or the Pareto front of time and memory."""
         shown = self.front if front else self.plans
         title = "nothing that fits is both faster and smaller" if front else "fastest plans that fit"
-        columns = ("", "mesh", "strategy", "step", "tokens/s/device", "MFU", "exposed", "bubble", "memory")
+        columns = ["", "mesh", "strategy", "step", "tokens/s/device", "MFU", "exposed", "bubble", "memory"]
         rows = [
-            (str(i), p.mesh, p.strategy, duration(p.seconds), f"{p.tokens_per_second:,.0f}", f"{p.mfu:.1%}",
+            [str(i), p.mesh, p.strategy, duration(p.seconds), f"{p.tokens_per_second:,.0f}", f"{p.mfu:.1%}",
              " ".join(f"{a} {duration(s)}" for a, s in p.option.exposed.items()) or "none",
-             duration(p.option.bubble), size(p.memory))
+             duration(p.option.bubble), size(p.memory)]
             for i, p in enumerate(shown, 1)
         ]  # fmt: skip
+        if not front and self.lowered:
+            columns.append("priced by")
+            for p, row in zip(shown, rows):
+                row.append(p.priced_by)
         return _two(f"{title} (of {self.found.count:,} candidates)", columns, rows)
 
 

@@ -1,6 +1,6 @@
 """Families to plans, ranked or of given strategies: what needs no model, and so neither torch nor a trace."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from autopar.cost.space import Space
 from autopar.cost.table import size
 from autopar.errors import AutoparError
 from autopar.ir.mesh import KNOWN_AXES, Mesh
-from autopar.plans import Plan, Plans
+from autopar.plans import Plan, Plans, closer, rehearsed
 from autopar.strategy import Strategy
 
 USABLE = 0.92  # of a device's memory: what is left by its context, the allocator and libraries
@@ -25,6 +25,10 @@ FIELDS = (
     "sequence_parallel", "zero", "zero_shard_size", "microbatches", "schedule", "virtual_stages", "recompute",
     "offload", "context_parallel",
 )  # fmt: skip
+
+
+LOWERED = 3  # of the ranked plans, where a trace is there
+SPARE = 24  # plans behind, which take the place of those that cannot be lowered
 
 
 def cluster_of(text: str) -> Hardware:
@@ -63,6 +67,49 @@ def planned(forms: list[Forms], machine: Hardware, space: Space, regime: Regime,
     return Plans(wrap(best), wrap(list(found.front)), found, hint, notes)
 
 
+def priced_on(plan: Plan, program: Forms) -> Plan:
+    """The plan with the price of its own program: its rehearsal, or a search's sums where that has too many actions."""
+    question, searched = plan.found.question, plan.option
+    alone = replace(plan, program=program, searched=searched)
+    near = rehearsed(alone)
+    if near is not None:
+        return closer(alone, near)
+    table = searched.candidates(question.space.positions)
+    return replace(alone, option=question.options(program, table, np.zeros(1, int))[0])
+
+
+def lowered(plans: Plans, lower: Callable[[Plan], Plan], number: int, count: int) -> Plans:
+    """The list with its first ``number`` plans lowered, and ranked by the price of their programs, before the others.
+
+    A plan whose program cannot be lowered, or does not fit, falls out, and the next one takes its place; of as many as
+    there are in the list. Ties as in a search, then by its order.
+
+    Args:
+        lower: gives the plan with the price of its program, or raises AutoparError. count: plans to return.
+    """
+    done: list[Plan] = []
+    dropped: list[str] = []
+    tried = 0
+    for tried, plan in enumerate(plans, 1):
+        if len(done) == number:
+            tried -= 1
+            break
+        try:
+            near = lower(plan)
+        except AutoparError as error:
+            dropped.append(f"{plan.words}: {error.message} [{error.slug}]")
+            continue
+        if near.fits:
+            done.append(near)
+        else:
+            over = plan.found.question.over(near.option)
+            dropped.append(f"{plan.words}: its program does not fit: {over} [over-memory]")
+    done.sort(key=lambda p: p.option.rank)
+    left = [*done, *plans[tried:]][:count]
+    hint = "\n".join(("no plan that fits can be lowered:", *dropped)) if plans and not left else plans.hint
+    return replace(plans, plans=tuple(left), hint=hint, dropped=tuple(dropped))
+
+
 def _notes(forms: list[Forms], space: Space) -> tuple[str, ...]:
     """Axes of the space that no plan of the model has, and why."""
     if "pp" not in space.axes or any(f.family.order for f in forms):
@@ -79,16 +126,25 @@ def _hint(found: Found, forms: list[Forms], machine: Hardware, space: Space, reg
             f"no mesh of {space.ranks} devices{own and f' with {own}'} divides the model and a batch of {space.batch}; "
             f"change the batch{own and ', or leave out a part of that'}"
         )
-    kind = max(least[0].memory, key=lambda k: least[0].memory[k])
-    over = least[0].peak - found.limit
-    text = (
-        f"nothing fits: the smallest needs {size(least[0].peak)} a device, {size(over)} over {size(found.limit)} "
-        f"({kind} {size(least[0].memory[kind])}): {least[0].words}"
-    )
+    text = f"nothing fits: {_smallest(found)}: {least[0].words}"
     for words, changed in _relaxed(space):
         if search(forms, machine, changed, regime, found.limit).ranked:
             return f"{text}\nfits with {words}"
     return f"{text}\nneither 16 times the devices nor a sixteenth of the sequence fits"
+
+
+def _smallest(found: Found) -> str:
+    """What the option that is nearest to fitting needs, on its device or in host memory."""
+    option, question = found.least[0], found.question
+    if option.peak <= question.limit:
+        need = f"{size(option.host)} of host memory a device"
+        return f"the smallest needs {need}, {question.over(option)}, where {size(question.host_limit)} are its share"
+    kind = max(option.memory, key=lambda k: option.memory[k])
+    over = option.peak - question.limit
+    return (
+        f"the smallest needs {size(option.peak)} a device, {size(over)} over {size(question.limit)} "
+        f"({kind} {size(option.memory[kind])})"
+    )
 
 
 def _relaxed(space: Space) -> list[tuple[str, Space]]:
@@ -122,6 +178,9 @@ def priced(
 ) -> list[tuple[str, Plan]]:  # fmt: skip
     """The price of (name, mesh, fields of Strategy) each, in the order given; mesh ``auto``: what a search chooses.
 
+    Positions that do not divide over context ranks are priced as the next more that do, ``space.positions`` of a plan's
+    question; tokens are those that there are.
+
     Raises AutoparError where a strategy does not divide the model or the batch, or nothing fits.
     """
     limit, out = USABLE * machine.memory_bytes, []
@@ -133,13 +192,19 @@ def priced(
                 raise AutoparError("nothing-fits", plans.hint)
             out.append((name, plans[0]))
             continue
-        question = Question(tuple(forms), machine, space, regime, limit)
-        options = [
-            question.options(f, c, np.zeros(1, int))[0] for f, c in _meant(Mesh.parse(mesh), fields, forms, space)
-        ]
+        sizes = Mesh.parse(mesh)
+        near = replace(space, positions=rounded(positions, sizes.size("cp"), forms[0]))
+        question = Question(tuple(forms), machine, near, regime, limit)
+        options = [question.options(f, c, np.zeros(1, int))[0] for f, c in _meant(sizes, fields, forms, near)]
         option = min(options, key=lambda o: o.seconds)
         out.append((name, Plan(option, machine, batch * positions, Found(question))))
     return out
+
+
+def rounded(positions: int, cp: int, forms: Forms) -> int:
+    """The least positions, from ``positions`` on, that context ranks share evenly, in two runs each."""
+    runs = 2 * cp if cp > 1 and forms.family.length else 1
+    return -(-positions // runs) * runs
 
 
 def _meant(
@@ -165,6 +230,7 @@ def candidate(mesh: Mesh, fields: Mapping[str, Any], forms: Forms, batch: int, p
     if wrong:
         raise AutoparError("bad-strategy", f"{wrong[0]} has no price", f"fields: {', '.join(FIELDS)}")
     asked, sizes = Strategy(**fields), {a: mesh.size(a) for a in ORDER}
+    positions = rounded(positions, sizes["cp"], forms)
     _check_divides(sizes, forms, positions, asked.context_parallel)
     _check_engine(sizes, asked)
     own, rest = divmod(batch, sizes["dp"] * sizes["ep"])
@@ -202,10 +268,11 @@ def _check_divides(sizes: Mapping[str, int], forms: Forms, positions: int, kind:
         raise AutoparError("bad-strategy", f"context_parallel={kind} has no price", "ring or ulysses")
     if cp > 1 and kind == "ulysses" and not forms.family.allows("tp", ways):
         raise AutoparError("indivisible-dim", f"heads do not divide over tp times cp={ways}", "context_parallel=ring")
-    whole = (2 * ways if cp > 1 else ways) if forms.family.length and (cp > 1 or forms.family.sequence) else 1
+    whole = (2 * ways if cp > 1 else ways) if forms.family.length and forms.family.sequence else 1
     if positions % whole:
-        why = f"{positions} positions that do not divide over {whole} runs have no price"
-        raise AutoparError("indivisible-dim", why, f"a --seq that {whole} divides, as {-(-positions // whole) * whole}")
+        why = f"sequence_parallel with {positions} positions that {whole} does not divide has no price: tp then shards"
+        fix = f"a --seq that {whole} divides, as {-(-positions // whole) * whole}, or no sequence_parallel"
+        raise AutoparError("indivisible-dim", f"{why} positions in some ops alone, which closed forms do not tell", fix)
 
 
 def _check_engine(sizes: Mapping[str, int], asked: Strategy) -> None:

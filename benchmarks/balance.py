@@ -19,13 +19,13 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.cli import _lower
-from autopar.cli.models import load as load_model
 from autopar.cost import load
 from autopar.cost.balance import Unit, balance
 from autopar.cost.schedule import schedule
 from autopar.cost.table import duration, size
 from autopar.cost.timeline import simulate
 from autopar.cost.units import units
+from autopar.models import load as load_model
 
 MODELS = ("llama3-8b", "llama3-70b", "llama3-405b", "deepseek-v3")
 DEPTHS = (4, 8, 16)

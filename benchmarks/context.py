@@ -24,7 +24,6 @@ import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.cli.models import load
 from autopar.compile import lower
 from autopar.cost.hardware import load as hardware
 from autopar.cost.program import price
@@ -32,6 +31,7 @@ from autopar.ir.layout import Layout, plain_shard, zigzag_shard
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, Spec, specs
 from autopar.ir.runs import Run, runs_of
+from autopar.models import load
 from autopar.runtime.axis import Axis, axes_of
 from autopar.runtime.collectives import all_to_all
 from autopar.runtime.ring import ring_attention

@@ -21,8 +21,8 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch
 
 from autopar import shelf
-from autopar.cli.learned import learn_on
 from autopar.cost.hardware import load, names
+from autopar.learned import Named
 from autopar.presets import configuration
 from autopar.presets import names as presets
 
@@ -34,7 +34,7 @@ def text_of(preset: str) -> tuple[str, int]:
     machines = [load(n) for n in MACHINES]
     known: dict[str, int] = {}
     at = {}
-    for machine, found in zip(machines, learn_on(machines, f"hf:{preset}", "bf16", None)):
+    for machine, found in zip(machines, Named(f"hf:{preset}").learn_on(machines)):
         at[shelf.name_of(repr(replace(machine, ranks=0)))] = known.setdefault(found.text(), len(known))
     entry = {"preset": preset, "machines": at, "known": [json.loads(text) for text in known]}
     return json.dumps(entry, separators=(",", ":")), len(known)

@@ -4,9 +4,10 @@
 
 Each row is a process of its own with one thread: CPU seconds are what an idle core takes, however busy the machine is.
 The first table is a search: ``import`` loads autopar, torch and transformers, ``model`` makes the model on the meta
-device, ``trace`` exports and lowers it for every family, ``search`` prices all candidates and ranks them. The second is
-the command, from the start of the process to its table, with nothing in the user's folder for caches: ``first`` with
-what came with autopar, ``traced`` without. Exit status 1 where a bar is missed.
+device, ``trace`` exports and lowers it for every family, ``search`` prices all candidates and ranks them, ``lower``
+lowers the first three and ranks them by their programs; the bar is for both together. The second is the command, from
+the start of the process to its table, with nothing in the user's folder for caches: ``first`` with what came with
+autopar, ``traced`` without. Exit status 1 where a bar is missed.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import resource
 import subprocess
 import sys
 import time
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -33,7 +35,7 @@ def search(name: str, cluster: str) -> Row:
 
     import autopar
     from autopar import planner
-    from autopar.cli.models import load
+    from autopar.models import load
 
     marks = {"import": time.process_time()}
     torch.set_num_threads(1)
@@ -41,16 +43,19 @@ def search(name: str, cluster: str) -> Row:
     loaded.model.train()
     kwargs = loaded.kwargs(2, loaded.sequence)
     marks["model"] = time.process_time()
-    traced = planner.families
+    searched, relowered = planner.planned, planner.lowered
 
-    def families_(*args: object, **kwargs: object) -> object:
-        made = traced(*args, **kwargs)  # type: ignore[arg-type]
+    def planned(*args: Any) -> Any:
         marks["trace"] = time.process_time()
-        return made
+        return searched(*args)
 
-    planner.families = families_  # type: ignore[assignment]
+    def lowered(*args: Any) -> Any:
+        marks["search"] = time.process_time()
+        return relowered(*args)
+
+    planner.planned, planner.lowered = planned, lowered
     plans = autopar.plan(loaded.model, cluster, (), kwargs)
-    marks["search"] = time.process_time()
+    marks["lower"] = time.process_time()
     ends = list(marks.values())
     parts = {part: end - start for part, start, end in zip(marks, (0.0, *ends), ends)}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -79,19 +84,21 @@ def _row(name: str, cluster: str) -> Row:
 
 def _searches(console: Console) -> bool:
     table = Table(title="a full search, CPU seconds of one core", title_justify="left")
-    parts = ("import", "model", "trace", "search")
+    parts = ("import", "model", "trace", "search", "lower")
     for head in ("model", "cluster", *parts, "candidates", "each", "peak"):
         table.add_column(head, justify="left" if head == "cluster" else "right")
     good = True
     for name, cluster in SEARCHES:
         r = _row(name, cluster)
         each = r["search"] / r["candidates"]
-        good = good and r["search"] <= SECONDS and each <= EACH and r["peak"] <= GIB * 2**30
+        good = good and r["search"] + r["lower"] <= SECONDS and each <= EACH and r["peak"] <= GIB * 2**30
         table.add_row(
             name, cluster, *(f"{r[p]:.1f}" for p in parts), f"{r['candidates']:,.0f}", f"{each * 1e6:.1f} µs",
             f"{r['peak'] / 2**30:.2f} GiB",
         )  # fmt: skip
-    table.add_row("bar", "", "", "", "", f"{SECONDS:.0f}", "", f"{EACH * 1e6:.0f} µs", f"{GIB:.0f} GiB", style="dim")
+    table.add_row(
+        "bar", "", "", "", "", f"{SECONDS:.0f}", "both", "", f"{EACH * 1e6:.0f} µs", f"{GIB:.0f} GiB", style="dim"
+    )
     console.print(table)
     return good
 

@@ -30,7 +30,8 @@ class Message:
     """A collective of one unit on one mesh axis: bytes of the whole value; ``again``: a repeated gather.
 
     ``calls``: how often a call of the unit issues it; what stands between two blocks counts as a part. ``given``: of
-    what inputs alone make (a count of tokens), which every context rank has for all positions.
+    what inputs alone make (a count of tokens), which every context rank has for all positions. ``part``: of a message
+    on a part of the axis, how many ranks that has, and how far apart they are numbered along the axis.
     """
 
     axis: str
@@ -40,6 +41,7 @@ class Message:
     again: bool = False
     calls: float = 1
     given: bool = False
+    part: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class Family:
         order: the unit's index of each block call. divisors: by axis, lengths that its size must divide.
         tied: elements that both first and last unit hold. length: whether there are positions to shard.
         parts: whether a step can run in microbatches.
+        own: whether these are numbers of one program at its own sizes, whose context ranks are in it.
+        cut: the stage of each unit call (first, blocks in order, last) where the program is cut; else by ``Forms``.
     """
 
     sequence: bool
@@ -105,6 +109,8 @@ class Family:
     tied: "Expression" = 0
     length: bool = True
     parts: bool = True
+    own: bool = False
+    cut: tuple[int, ...] = ()
 
     def allows(self, axis: str, size: int) -> bool:
         """Whether the layouts hold with so many ranks along the axis."""

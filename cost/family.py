@@ -7,13 +7,14 @@ They hold wherever the layouts do: ``Family.allows``.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
 
 import sympy
 from torch import fx
 
-from autopar.cost import communication, copies, experts
+from autopar.cost import along, communication, copies, experts
 from autopar.cost.closed import Copies, Family, Kernel, Message, Unit
 from autopar.cost.compute import Shapes, Value, bound, differentiable
 from autopar.cost.keep import FIRST, LAST, gathers, keeps
@@ -24,12 +25,34 @@ from autopar.cost.symbols import Number, axis_sizes, product, ratio
 from autopar.errors import AutoparError
 from autopar.ir import ops
 from autopar.ir.layout import I, Layout, R, Shard, Type
-from autopar.ir.mesh import KNOWN_AXES
-from autopar.ir.program import Program, Spec, specs
+from autopar.ir.mesh import KNOWN_AXES, TIME
+from autopar.ir.program import Program, Spec, specs, tensor_args
 
 ROWS = sympy.Symbol("b", integer=True, positive=True)
 POSITIONS = sympy.Symbol("s", integer=True, positive=True)
 AXES = axis_sizes(KNOWN_AXES)
+
+
+class Sizes(Protocol):
+    """What the sizes of a program stand for."""
+
+    @property
+    def axes(self) -> Mapping[str, Number]:
+        """Ranks along each axis of its mesh."""
+
+    @property
+    def positions(self) -> int | None:
+        """Of the example's rows; None where they have none."""
+
+    @property
+    def own(self) -> bool:
+        """Whether the program has its context ranks, so that no formula is needed for what they do."""
+
+    def size(self, length: int) -> Number:
+        """A global size, as closed forms have it."""
+
+    def place(self, axis: str) -> tuple[str, tuple[int, int] | None]:
+        """The user's axis, and of a part of it how many ranks it has, and how far apart they are numbered there."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +67,16 @@ class Primes:
     positions: int | None = None
     data: tuple[str, ...] = ("dp",)
     ways: int = 2
+    own: ClassVar[bool] = False
+
+    @property
+    def axes(self) -> Mapping[str, Number]:
+        """A symbol for each axis."""
+        return AXES
+
+    def place(self, axis: str) -> tuple[str, tuple[int, int] | None]:
+        """The axis: two tensor ranks are never split."""
+        return axis, None
 
     @staticmethod
     def apart(sizes: Iterable[int], longest: int | None) -> "Primes":
@@ -77,14 +110,14 @@ class Primes:
 
 def family(
     program: Program,
-    primes: Primes,
+    sizes: Sizes,
     *,
     sequence: bool = False,
     fused: bool = False,
     regather: bool = False,
     parts: bool = True,
 ) -> Family:
-    """The family of a RESHARDED program whose example inputs have the sizes that ``primes`` tells of.
+    """The family of a RESHARDED program whose example inputs have the sizes that ``sizes`` tells of.
 
     Args:
         sequence: whether positions are sharded over tp. fused: whether pointwise chains are one kernel each.
@@ -92,27 +125,27 @@ def family(
             that do so have positions as the leading dim, and no copies beside their collectives.
         parts: whether a step can run in microbatches.
     """
-    shapes = symbolic_shapes(primes)
+    shapes = shapes_of(sizes)
     names = list(program.blocks)
     sides = sides_of(program)
     kept = keeps(program, shapes, sides, fused, regather)
-    parameters = _parameters(program, primes, sides)
-    style = (fused, regather, primes.positions or 0 if sequence else 0)
+    parameters = _parameters(program, sizes, sides)
     units = [
-        _unit(name, runs, len(program.calls_of(name)) or 1, shapes, parameters[name], kept[name], *style)
+        _unit(name, runs, len(program.calls_of(name)) or 1, shapes, parameters[name], kept[name], fused, regather,
+              sizes, sequence)
         for name, runs in _pieces(program, sides)
-    ]
+    ]  # fmt: skip
     order = tuple(1 + names.index(str(c.target)) for c in program.calls())
-    tied = _tied(program, primes, sides)
-    return Family(sequence, tuple(units), order, _divisors(program), tied, primes.positions is not None, parts)
+    tied, length = _tied(program, sizes, sides), sizes.positions is not None
+    return Family(sequence, tuple(units), order, _divisors(program), tied, length, parts, sizes.own)
 
 
-def symbolic_shapes(primes: Primes) -> Shapes:
-    """From a node to its values on one rank, in symbols."""
+def shapes_of(sizes: Sizes) -> Shapes:
+    """From a node to its values on one rank."""
 
     def shapes(node: fx.Node) -> tuple[Value | None, ...]:
         pairs = zip(specs(node), layouts(node), strict=True)
-        return tuple(_value(s, layout, primes) if isinstance(s, Spec) else None for s, layout in pairs)
+        return tuple(_value(s, layout, sizes) if isinstance(s, Spec) else None for s, layout in pairs)
 
     return shapes
 
@@ -131,9 +164,9 @@ def sides_of(program: Program) -> dict[fx.Node, str]:
     return {node: FIRST if first is None else out[node] for node in program.graph.nodes}
 
 
-def _value(spec: Spec, layout: Layout, primes: Primes) -> Value:
-    shape = tuple(primes.size(n) for n in spec.shape)
-    return local_value(Spec(shape, spec.dtype), layout, AXES)  # type: ignore[arg-type]
+def _value(spec: Spec, layout: Layout, sizes: Sizes) -> Value:
+    shape = tuple(sizes.size(n) for n in spec.shape)
+    return local_value(Spec(shape, spec.dtype), layout, sizes.axes)  # type: ignore[arg-type]
 
 
 Run = tuple[fx.Graph, frozenset[fx.Node], Number]  # a graph, some nodes, how often they run in a call
@@ -152,22 +185,23 @@ def _pieces(program: Program, sides: dict[fx.Node, str]) -> Iterator[tuple[str, 
 
 def _unit(
     name: str, runs: list[Run], calls: int, shapes: Shapes, parameters: dict[str, Number], kept: dict[str, Number],
-    fused: bool, regather: bool, positions: int,
+    fused: bool, regather: bool, sizes: Sizes, sequence: bool,
 ) -> Unit:  # fmt: skip
     given = _of_inputs(runs[-1][0])
     count: dict[Kernel, float] = defaultdict(int)
     messages: dict[Message, float] = defaultdict(int)
     copied: dict[Copies, float] = defaultdict(int)
     heads: list[Number] = [0, 0]
+    inside = ops.ring_attention if sizes.own else ops.attention
     for graph, nodes, times in runs:
         for node, kernel in kernels(graph, shapes, fused) if nodes else ():
             count[kernel] += times if node in nodes else 0
         for node in nodes:
-            for message in (*_messages(node, shapes, regather), *_travels(node, shapes)):
+            for message in (*_messages(node, shapes, sizes, regather), *_inside(node, shapes, sizes)):
                 messages[replace(message, given=node in given)] += times
-            for copy in () if regather else _copies(node, shapes, positions):
+            for copy in () if regather else _copies(node, shapes, sizes, sequence):
                 copied[copy] += times
-            if node.target is ops.attention:
+            if node.target is inside:
                 heads[0] += times * _bytes(node, "q", shapes)
                 heads[1] += times * sum(_bytes(node, a, shapes) for a in "kv")
     work = tuple((times, kernel) for kernel, times in count.items() if times)
@@ -195,35 +229,37 @@ def _bytes(node: fx.Node, name: str, shapes: Shapes) -> Number:
     return value.bytes
 
 
-def _messages(node: fx.Node, shapes: Shapes, regather: bool) -> Iterator[Message]:
+def _messages(node: fx.Node, shapes: Shapes, sizes: Sizes, regather: bool) -> Iterator[Message]:
     """The collectives of a conversion, of the value that is whole on its axis; none of other nodes."""
-    if node.target is not ops.convert:
+    if node.target is not ops.convert or bound(node)["axis"] == TIME:
         return
-    args, whole = bound(node), _whole(node, shapes).bytes
-    axis = args["axis"]
+    args, whole = bound(node), _whole(node, shapes, sizes).bytes
+    axis, part = sizes.place(args["axis"])
     for collective, when in zip(communication.collectives(args["src"], args["dst"]), (FORWARD, BACKWARD)):
         if collective is not None and (when == FORWARD or differentiable(node)):
-            yield Message(axis, collective, when, whole)
+            yield Message(axis, collective, when, whole, part=part)
     if regather and gathers(node) and differentiable(node):
         yield Message(axis, "all_gather", BACKWARD, whole, again=True)
 
 
-def _copies(node: fx.Node, shapes: Shapes, positions: int) -> Iterator[Copies]:
+def _copies(node: fx.Node, shapes: Shapes, sizes: Sizes, sequence: bool) -> Iterator[Copies]:
     """What a conversion copies; nothing of other nodes. Along cp, tp shares out positions in two runs (zigzag order).
 
-    ``positions``: a prime that lengths of dims of positions are multiples of, where those are sharded over tp; else 0.
+    ``sequence``: whether positions are sharded over tp.
     """
+    positions = sizes.positions if sequence and not sizes.own else None
 
     def in_two(kind: Type) -> Type:
-        if not isinstance(kind, Shard) or len(kind.pieces) > 1 or kind.length % positions:
+        if not isinstance(kind, Shard) or len(kind.pieces) > 1 or not positions or kind.length % positions:
             return kind
         own = kind.pieces[0]
         return Shard(kind.dim, (own.over(2 * own.length, own.inner),))
 
-    if node.target is not ops.convert:
+    if node.target is not ops.convert or bound(node)["axis"] == TIME:
         return
-    axis, whole = bound(node)["axis"], _whole(node, shapes)
-    plain = [Copies(axis, w, c.bytes, c.major) for w, c in copies.of_node(node, whole, AXES[axis])]
+    name, whole = bound(node)["axis"], _whole(node, shapes, sizes)
+    axis, _ = sizes.place(name)
+    plain = [Copies(axis, w, c.bytes, c.major) for w, c in copies.of_node(node, whole, sizes.axes[name])]
     turned = plain
     if positions and axis == "tp":
         turned = [Copies(axis, w, c.bytes, c.major) for w, c in copies.of_node(node, whole, AXES[axis], in_two)]
@@ -232,25 +268,29 @@ def _copies(node: fx.Node, shapes: Shapes, positions: int) -> Iterator[Copies]:
     yield from () if same else (replace(c, context=True) for c in turned)
 
 
-def _whole(node: fx.Node, shapes: Shapes) -> Value:
+def _whole(node: fx.Node, shapes: Shapes, sizes: Sizes) -> Value:
     """The value of a conversion, whole on its axis."""
     args, value = bound(node), shapes(node)[0]
     assert value is not None
     dst, shape = args["dst"], list(value.shape)
     if isinstance(dst, Shard):
-        shape[dst.dim] = shape[dst.dim] * AXES[args["axis"]]
+        shape[dst.dim] = shape[dst.dim] * sizes.axes[args["axis"]]
     return Value(tuple(shape), value.dtype)
 
 
-def _travels(node: fx.Node, shapes: Shapes) -> Iterator[Message]:
-    """Rows that go to their experts and come back, the same in the backward."""
+def _inside(node: fx.Node, shapes: Shapes, sizes: Sizes) -> Iterator[Message]:
+    """Rows that go to their experts and come back, the same in the backward; what reductions along a shard send."""
     found = experts.travel(node, shapes) if node.target is ops.experts else None
-    if found is None:
-        return
-    axis, *ways = found
-    for local in ways:
-        for when in (FORWARD, BACKWARD) if differentiable(node) else (FORWARD,):
-            yield Message(axis, "all_to_all", when, local * AXES[axis])
+    if found is not None:
+        axis, *ways = found
+        for local in ways:
+            for when in (FORWARD, BACKWARD) if differentiable(node) else (FORWARD,):
+                yield Message(axis, "all_to_all", when, local * sizes.axes[axis])
+    for when, whole in along.messages(node, shapes):
+        for dim in along.dims_along(node):
+            for name, _ in layouts(tensor_args(node)[0])[0].shards(dim):
+                axis, part = sizes.place(name)
+                yield Message(axis, "all_reduce", when, whole, part=part)
 
 
 def _owners(program: Program, sides: dict[fx.Node, str]) -> dict[str, frozenset[str]]:
@@ -263,7 +303,7 @@ def _owners(program: Program, sides: dict[fx.Node, str]) -> dict[str, frozenset[
     return {name: frozenset(units) for name, units in found.items()}
 
 
-def _parameters(program: Program, primes: Primes, sides: dict[fx.Node, str]) -> dict[str, dict[str, Number]]:
+def _parameters(program: Program, sizes: Sizes, sides: dict[fx.Node, str]) -> dict[str, dict[str, Number]]:
     """Elements by unit and by the data axes of their gradient's sum, for one call of the unit."""
     out: dict[str, dict[str, Number]] = {n: defaultdict(int) for n in (FIRST, *program.blocks, LAST)}
     for name, units in _owners(program, sides).items():
@@ -274,15 +314,15 @@ def _parameters(program: Program, primes: Primes, sides: dict[fx.Node, str]) -> 
         axes = "+".join(a for a in program.mesh.data_axes if layout.get(a, R) in (R, I))
         for unit in sorted(units):
             calls = len(program.calls_of(unit)) or 1
-            out[unit][axes] += ratio(1, calls) * _value(param.spec, layout, primes).numel
+            out[unit][axes] += ratio(1, calls) * _value(param.spec, layout, sizes).numel
     return {unit: dict(groups) for unit, groups in out.items()}
 
 
-def _tied(program: Program, primes: Primes, sides: dict[fx.Node, str]) -> Number:
+def _tied(program: Program, sizes: Sizes, sides: dict[fx.Node, str]) -> Number:
     owners = _owners(program, sides)
     shared = [program.params[n] for n, units in owners.items() if {FIRST, LAST} <= units]
     both = [p for p in shared if p.kind == "parameter"]
-    return sum(_value(p.spec, p.layout or Layout(), primes).numel for p in both)
+    return sum(_value(p.spec, p.layout or Layout(), sizes).numel for p in both)
 
 
 def _divisors(program: Program) -> dict[str, frozenset[int]]:

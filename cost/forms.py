@@ -84,7 +84,7 @@ class Forms:
     @cached_property
     def units(self) -> tuple["UnitForms", ...]:
         """Of each unit, in order."""
-        return tuple(UnitForms(u) for u in self.family.units)
+        return tuple(UnitForms(u, self.family.own) for u in self.family.units)
 
     def stages(self, ranks: int, per_rank: int, v: bool = False, cuts: str = "best") -> Array:
         """[ranks, units]: how many calls of each unit a rank of a pipeline holds.
@@ -95,6 +95,10 @@ class Forms:
         """
         chain, stages = (0, *self.family.order, len(self.units) - 1), ranks * per_rank
         blocks = len(self.family.order)
+        if self.family.cut:
+            out = np.zeros((ranks, len(self.units)))
+            np.add.at(out, (list(self.family.cut), list(chain)), 1)
+            return out
         if cuts == "filled":
             starts: Sequence[int] = filled_starts([self._matrices[u] for u in chain], stages)
         elif cuts == "even" or stages == 1 or len(chain) <= stages:
@@ -130,9 +134,10 @@ class Forms:
 
 @dataclass(frozen=True)
 class UnitForms:
-    """The polynomials of one unit."""
+    """The polynomials of one unit; ``own`` as in ``Family``."""
 
     unit: Unit
+    own: bool = False
 
     @cached_property
     def _kernels(self) -> Polynomials:
@@ -164,8 +169,9 @@ class UnitForms:
         forward, backward, again = zero.copy(), zero.copy(), zero.copy()
         widest, matrices, tail = (zero.copy(), zero.copy()), zero.copy(), zero
         flops, attention = [zero.copy(), zero.copy()], [zero.copy(), zero.copy()]
+        context = 1.0 if self.own else points["cp"]
         for (times, kernel), row in zip(self.unit.kernels, work):
-            seconds = kernel_seconds(kernel, row, hardware, points["cp"])
+            seconds = kernel_seconds(kernel, row, hardware, context)
             forward += times * seconds[0]
             backward += times * seconds[1]
             again += times * seconds[0] * (kernel.kind == "memory")
@@ -175,7 +181,7 @@ class UnitForms:
                 widest = np.maximum(widest[0], row[4] * row[5]), np.maximum(widest[1], row[4] * row[6])
                 matrices += times * row[5] * row[6]
                 tail = seconds[0]
-            turns = points["cp"] if kernel.kind == "attention" else 1
+            turns = context if kernel.kind == "attention" else 1
             flops[0] += times * row[0] * turns
             flops[1] += times * row[1] * turns
         copied = self._copied(points, links, hardware)
@@ -211,10 +217,10 @@ class UnitForms:
         """Seconds of what each microbatch sends, and of what is sent once in a step."""
         out: tuple[dict[tuple[str, str], Any], dict[tuple[str, str], Any]] = ({}, {})
         for message, whole in zip(self.unit.messages, self._messages(points)):
-            also = ("cp",) if message.axis == "dp" and not message.given else ()  # sums over positions, too
+            sums = message.axis == "dp" and not message.given and not self.own  # over positions, too
             mine = out[message.given]
-            for axis in (message.axis, *also):
-                seconds = message.calls * links.seconds(message.collective, whole, axis)
+            for axis in (message.axis, *(("cp",) if sums else ())):
+                seconds = message.calls * links.seconds(message.collective, whole, axis, message.part)
                 mine[axis, message.when] = mine.get((axis, message.when), 0) + seconds
         return out
 

@@ -43,8 +43,15 @@ class Links:
         """Nodes along an axis."""
         return np.ceil(self.axes[axis] / self.inside((axis,)))
 
-    def seconds(self, collective: str, whole: Array, axis: str) -> Array:
-        """Seconds of a collective on a value of ``whole`` bytes; zero on one rank."""
+    def seconds(self, collective: str, whole: Array, axis: str, part: tuple[int, int] | None = None) -> Array:
+        """Seconds of a collective on a value of ``whole`` bytes; zero on one rank.
+
+        ``part``: of a part of the axis, how many ranks it has, and how far apart they are numbered along the axis.
+        """
+        if part is not None:
+            ways, apart = part
+            near = inside(self.hardware.node, [(ways, apart * self.strides[axis])], self.world)
+            return collective_seconds(self.hardware, collective, whole, ways, near)
         near = self.inside(axis.split("+"))
         return collective_seconds(self.hardware, collective, whole, self.axes[axis], near)
 

@@ -20,9 +20,9 @@ def neighbours(option: Option, question: Question) -> list[tuple[str, Option]]:
     for forms in question.forms:
         for grid in grids(question.space, forms.family, lambda degree: near(option, degree)):
             for change, other in _changes(option, question, forms, grid):
-                if change not in best or order(other, question.limit) < order(best[change], question.limit):
+                if change not in best or order(other, question) < order(best[change], question):
                     best[change] = other
-    return sorted(best.items(), key=lambda item: (order(item[1], question.limit), item[0]))
+    return sorted(best.items(), key=lambda item: (order(item[1], question), item[0]))
 
 
 def near(option: Option, degree: Degree) -> bool:
@@ -31,9 +31,9 @@ def near(option: Option, degree: Degree) -> bool:
     return ratios in ([], [0.5, 2.0])
 
 
-def order(option: Option, limit: float) -> tuple[bool, float, float, object]:
+def order(option: Option, question: Question) -> tuple[bool, float, float, object]:
     """What is better is less: what fits before what does not, then by time, or by memory."""
-    fits = option.peak <= limit
+    fits = question.fits(option)
     return not fits, option.seconds if fits else option.peak, option.peak, option.key()
 
 
@@ -52,10 +52,11 @@ def _changes(option: Option, question: Question, forms: Forms, grid: Grid) -> It
         name = f"{down} to {up}"
         chosen[name] = np.append(chosen.get(name, np.zeros(0, int)), i)
     seconds, peak = (v.reshape(-1)[legal] for v in question.totals(forms, grid))
+    filled = question.filled(peak, question.hosted(forms, grid)[legal])
     for name, rows in chosen.items():
         if len(rows):
-            fastest = np.where(peak[rows] <= question.limit, seconds[rows], np.inf).argmin()
-            few = sorted({int(rows[fastest]), int(rows[peak[rows].argmin()])})
+            fastest = np.where(filled[rows] <= 1, seconds[rows], np.inf).argmin()
+            few = sorted({int(rows[fastest]), int(rows[filled[rows].argmin()])})
             for other in question.options(forms, grid.candidates, legal[few]):
                 yield name, other
 

@@ -103,7 +103,7 @@ class _Step:
         return replace(
             self.option, seconds=line.seconds + ends[last], compute=own, bubble=line.seconds - work[slow],
             optimizer=updates[last], exposed={a: s for a, s in shown.items() if s > 0},
-            memory=max(memory, key=lambda kinds: sum(kinds.values())),
+            memory=max(memory, key=lambda kinds: sum(kinds.values())), host=float(self.ranks.hosted().max()),
         )  # fmt: skip
 
     def _stages(self) -> tuple[list[float], list[float], dict[str, list[float]]]:
@@ -126,7 +126,8 @@ class _Step:
             for message, bytes_ in zip(messages, whole):
                 times = 1 if message.given else self.m
                 calls = float(count + inner * (full and message.when == FORWARD)) * message.calls * times
-                sent = float(collective_bytes(message.collective, float(bytes_[0]), self.option.sizes[message.axis]))
+                ways = message.part[0] if message.part else self.option.sizes[message.axis]
+                sent = float(collective_bytes(message.collective, float(bytes_[0]), ways))
                 found[message.axis, message.collective] += calls * sent
         for collective, times, width, blocks in self._data():
             for group, elements in work.elements(work.inner if blocks else None).items():

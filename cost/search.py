@@ -14,8 +14,10 @@ from autopar.cost.polynomials import Array
 from autopar.cost.regime import Regime
 from autopar.cost.space import Grid, Space, grids
 from autopar.cost.step import Group, Steps, steps
+from autopar.cost.table import size
 from autopar.cost.work import times_of
 
+HOST_USABLE = 0.9  # of a node's host memory: what the system, data loaders and buffers leave
 KEEP = 64  # of the fastest, from which the ranking is made
 
 
@@ -26,6 +28,7 @@ class Option:
     Args:
         sizes: ranks by axis. order: of the mesh's axes, major to minor. sequence: positions sharded over tp.
         exposed: seconds of communication that nothing hides, by axis. memory: by kind, of the fullest rank.
+        host: bytes of a rank's states in host memory.
     """
 
     sizes: dict[str, int]
@@ -47,11 +50,17 @@ class Option:
     exposed: dict[str, float]
     memory: dict[str, float]
     flops: float
+    host: float = 0.0
 
     @property
     def peak(self) -> float:
         """Bytes of the fullest rank."""
         return sum(self.memory.values())
+
+    @property
+    def rank(self) -> tuple[float, float, float]:
+        """What is better is less: seconds, then a rank's own work, which communication may hide, then bytes."""
+        return round(self.seconds, 9), round(self.compute, 9), round(self.peak)
 
     @property
     def mesh(self) -> str:
@@ -96,7 +105,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Question:
-    """All that a price depends on. ``limit``: bytes that a rank may hold."""
+    """All that a price depends on. ``limit``: bytes that a rank may hold on its device."""
 
     forms: tuple[Forms, ...]
     hardware: Hardware
@@ -104,6 +113,36 @@ class Question:
     regime: Regime
     limit: float
     _known: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def host_limit(self) -> float:
+        """Bytes that a rank may hold in host memory: an equal share of what its node has to give."""
+        return HOST_USABLE * self.hardware.host_memory / min(self.space.node, self.space.ranks)
+
+    def filled(self, peak: Any, host: Any) -> Any:
+        """How full the fuller of two memories is, as parts of what a rank may hold; more than 1 does not fit."""
+        return np.maximum(peak / self.limit, host / self.host_limit)
+
+    def fits(self, option: Option) -> bool:
+        """Whether a rank holds no more than it may, on its device and in host memory."""
+        return bool(self.filled(option.peak, option.host) <= 1)
+
+    def smallest(self, option: Option) -> tuple[float, float, object]:
+        """A key by which the option that is nearest to fitting is the first."""
+        return float(self.filled(option.peak, option.host)), option.seconds, option.key()
+
+    def over(self, option: Option) -> str:
+        """What of an option does not fit, by how much; on the device first."""
+        if option.peak > self.limit:
+            return f"{size(option.peak - self.limit)} over"
+        return f"{size(option.host - self.host_limit)} over in host memory"
+
+    def hosted(self, forms: Forms, grid: Grid) -> Array:
+        """Bytes in host memory of a grid's candidates, flat; zeros where states do not lie there."""
+        if not self.space.offload:
+            return np.zeros(grid.legal.size)
+        found = Group(forms, self.hardware, grid.candidates, self.regime).hosted().max(axis=0)
+        return np.broadcast_to(found, grid.legal.shape).reshape(-1)
 
     def totals(self, forms: Forms, grid: Grid) -> tuple[Array, Array]:
         """Seconds and bytes of a grid's candidates, in its shape; what units take is shared by grids of a placement."""
@@ -130,7 +169,7 @@ def option_of(forms: Forms, c: Candidates, s: Steps, i: int) -> Option:
         int(c.shard[i]), POLICIES[int(c.recompute[i])], SCHEDULES[int(c.schedule[i])], int(c.virtual[i]),
         bool(c.offload[i]), context, float(s.seconds[i]), float(s.compute[i]), float(s.bubble[i]),
         float(s.optimizer[i]), {a: float(v[i]) for a, v in s.exposed.items() if v[i] > 0},
-        {k: float(v[i]) for k, v in s.memory.items()}, float(s.flops[i]),
+        {k: float(v[i]) for k, v in s.memory.items()}, float(s.flops[i]), float(s.host[i]),
     )  # fmt: skip
 
 
@@ -139,9 +178,10 @@ class Found:
     """What a search found.
 
     Args:
-        question: what was asked. count: candidates priced. ranked: the fastest that fit, fastest first; ties by memory,
-            then by the order of their fields. front: nothing that fits is both faster and smaller, fastest first.
-        least: where nothing fits, the one with the least memory of each grid, smallest first.
+        question: what was asked. count: candidates priced.
+        ranked: the fastest that fit, fastest first; ties by a rank's work, by memory, then by the order of fields.
+        front: nothing that fits is both faster and smaller, fastest first.
+        least: where nothing fits, the one of each grid that is nearest to it, nearest first.
     """
 
     question: Question
@@ -171,11 +211,12 @@ class _Kept:
         legal = np.flatnonzero(grid.legal)
         seconds, peak = (v.reshape(-1)[legal] for v in q.totals(forms, grid))
         self.count += len(legal)
-        inside = np.flatnonzero(peak <= q.limit)
+        filled = q.filled(peak, q.hosted(forms, grid)[legal])
+        inside = np.flatnonzero(filled <= 1)
         chosen = {
             "best": inside,
             "front": inside[_front(seconds[inside], peak[inside])],
-            "least": np.argmin(peak, keepdims=True),
+            "least": np.argmin(filled, keepdims=True),
         }
         if len(inside) > KEEP:
             last = np.partition(seconds[inside], KEEP)[KEEP]
@@ -191,8 +232,8 @@ class _Kept:
         best, front, least = (np.concatenate(self.rows[n], axis=1) for n in ("best", "front", "least"))
         best = best[:, np.lexsort((best[1], best[0]))][:, : 4 * KEEP]
         front = front[:, _front(front[0], front[1])]
-        ranked = sorted(self._options(best), key=lambda o: (round(o.seconds, 9), round(o.peak), o.key()))
-        small = [] if ranked else sorted(self._options(least), key=lambda o: (o.peak, o.seconds, o.key()))
+        ranked = sorted(self._options(best), key=lambda o: (*o.rank, o.key()))
+        small = [] if ranked else sorted(self._options(least), key=self.question.smallest)
         return Found(self.question, self.count, tuple(ranked), _unbeaten(self._options(front)), tuple(small))
 
     def _options(self, rows: Array) -> list[Option]:
@@ -209,7 +250,7 @@ def search(forms: Iterable[Forms], hardware: Hardware, space: Space, regime: Reg
     found = _search(question)
     if not found.ranked and not space.offload and "offload" not in dict(space.given):
         more = _search(replace(question, space=replace(space, offload=True)))
-        least = tuple(sorted((*found.least, *more.least), key=lambda o: (o.peak, o.seconds, o.key())))
+        least = tuple(sorted((*found.least, *more.least), key=question.smallest))
         found = replace(more, count=found.count + more.count, least=least)
     return found
 

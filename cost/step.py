@@ -29,6 +29,7 @@ class Steps:
         seconds: of the step. compute: of it, one rank's own work, recomputation included. bubble: waiting for others.
         exposed: by axis, communication that nothing hides. optimizer: the update.
         memory: by kind, of the rank that holds most. flops: of the model, all ranks, recomputation not counted.
+        host: of the rank that has most in host memory.
     """
 
     seconds: Array
@@ -39,6 +40,7 @@ class Steps:
     memory: dict[str, Array]
     flops: Array
     hardware_flops: Array
+    host: Array
 
     @property
     def peak(self) -> Array:
@@ -64,7 +66,7 @@ def _joined(parts: list[tuple[Any, Steps]], count: int) -> Steps:
         return out
 
     axes = sorted({a for _, p in parts for a in p.exposed})
-    names = ("seconds", "compute", "bubble", "optimizer", "flops", "hardware_flops")
+    names = ("seconds", "compute", "bubble", "optimizer", "flops", "hardware_flops", "host")
     plain = {n: join(lambda p, n=n: getattr(p, n)) for n in names}
     exposed = {a: join(lambda p, a=a: p.exposed.get(a, 0.0)) for a in axes}
     memory = {k: join(lambda p, k=k: p.memory[k]) for k in KINDS}
@@ -115,7 +117,8 @@ class Group(Work):
         memory = self._memory()
         over = reduce(np.add, memory.values()) > self.hardware.memory_bytes
         seconds = m * (each.max(axis=0) + self.regime.retries * over) + bubble + shown["pp"] + late + update
-        return Steps(seconds, m * of_slowest(own), bubble, shown, update, memory, *self._flops())
+        host = self.hosted().max(axis=0)
+        return Steps(seconds, m * of_slowest(own), bubble, shown, update, memory, *self._flops(), host)
 
     def _work(self) -> tuple[Array, dict[str, Array], Array]:
         """Seconds of one microbatch on each rank: its own, and of communication that nothing hides, by axis.

@@ -157,7 +157,8 @@ class Work:
         Ulysses: all-to-alls of queries, keys, values and results, forward and backward. Recomputation is not counted.
         """
         cp, near = self.c.sizes["cp"], self.links.inside(("cp",))
-        layers = [sum(n for n, k in u.unit.kernels if k.kind == "attention") for u in self.forms.units]
+        held = [u.unit for u in self.forms.units]
+        layers = [sum(n for n, k in u.kernels if k.kind == "attention") * (u.heads[0] != 0) for u in held]
         calls = np.maximum(1e-9, self.ranked(self.counts @ np.array(layers, dtype=float)))
         rows = self.c.rows
         merge = ring_sums(self.on(lambda t: t.heads[0]), cp) / self.rate
@@ -289,6 +290,15 @@ class Work:
                     cut = (zero > 1) | ((zero == 1) & (self.c.microbatches == 1))
                 out[kind] = out[kind] + near * elements * wide[kind] / np.where(cut, share, 1.0)
         return out
+
+    def hosted(self) -> Array:
+        """Bytes of a rank's states that lie in host memory."""
+        if not np.any(self.c.offload == 1):
+            return np.zeros(1)
+        widths, total = self.regime.widths, np.zeros(1)
+        for group, elements in self.elements().items():
+            total = total + elements * (widths.parameter + widths.gradient + widths.optimizer) / self.share(group)
+        return np.where(self.c.offload == 1, total, 0.0)
 
     def update(self) -> Array:
         """The optimizer's pass over what a rank updates; from host memory where that is where it lies."""

@@ -40,6 +40,14 @@ def positive(text: str) -> int:
     return value
 
 
+def whole(text: str) -> int:
+    """An integer from 0 on, for argparse."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
 def fields(text: str) -> dict[str, Any]:
     """``sequence_parallel=true,zero=3`` to Python values; a key alone is true. Raises AutoparError ``bad-strategy``."""
     out: dict[str, Any] = {}

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cli.arguments import add_model, positive, split_axes
-from autopar.cli.learned import learned
 from autopar.cli.pictures import add_pictures, draw
 from autopar.cli.plans import plans_table, plans_text, text_of
 from autopar.cli.screen import Screen
@@ -16,6 +15,7 @@ from autopar.cost.hardware import load as profile
 from autopar.cost.regime import ours
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
+from autopar.learned import Named
 from autopar.plans import closer, rehearsed
 from autopar.ranking import presets, priced
 
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
 def _lowered(args: argparse.Namespace, screen: Screen) -> int:
     """Strategies by the programs that they lower to, on devices without number."""
     from autopar.cli import _lower
-    from autopar.cli.models import load
+    from autopar.models import load
 
     hardware, devices = _cluster(args)
     meanings = {text: _meaning(text, args.mesh, devices) for text in args.strategies}
@@ -111,12 +111,15 @@ def _on_cluster(args: argparse.Namespace, screen: Screen) -> int:
     batch = args.batch or 4 * (devices or 1)
     precision = args.precision or ("fp32" if args.measure else "bf16")
     with screen.working(f"pricing {args.model} on {cluster}"):
-        known = learned(args.model, machine, precision, args.seq, screen)
+        known = Named(args.model, precision, args.seq, say=screen.say).known(machine)
         length, positions = known.positions, known.positions if args.seq or known.sequential else 1
         forms = [Forms(f) for f in known.families]
         rows = priced(forms, machine, chosen, batch, positions, ours(known.width, precision))
     rows_of = f"{batch} × {length}" if known.sequential else str(batch)
     screen.say(f"{args.model}: {known.title}; global batch {rows_of}; {cluster}, {precision}")
+    for name, plan in rows:
+        if (priced_as := plan.found.question.space.positions) != positions:
+            screen.say(f"{name}: {positions} positions are shared out unevenly, and priced as {priced_as}")
     found = [(name, plan, rehearsed(plan)) for name, plan in rows]
     steps = [(name, closer(plan, step), step) for name, plan, step in found]
     rows = [(name, plan) for name, plan, _ in steps]

@@ -4,10 +4,10 @@ import argparse
 from typing import Any
 
 from autopar.cli.arguments import add_mesh, add_model, fields
-from autopar.cli.learned import learned
 from autopar.cli.screen import Screen
 from autopar.cost.hardware import load as profile
 from autopar.ir.mesh import KNOWN_AXES, Mesh
+from autopar.learned import Named
 
 
 def add(commands: Any) -> None:
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     if args.symbolic:
         return _symbolic(args, screen)
     from autopar.cli import _lower
-    from autopar.cli.models import load
+    from autopar.models import load
 
     with screen.working(f"pricing {args.model}"):
         loaded = load(args.model)
@@ -51,7 +51,7 @@ def _symbolic(args: argparse.Namespace, screen: Screen) -> int:
 
     mesh, sequence = Mesh.parse(args.mesh), bool(fields(args.strategy).get("sequence_parallel"))
     with screen.working(f"pricing {args.model}"):
-        known = learned(args.model, profile(args.hardware), "bf16", args.seq, screen)
+        known = Named(args.model, "bf16", args.seq, say=screen.say).known(profile(args.hardware))
     positions = known.positions if args.seq or known.sequential else 1
     sizes = {axis: mesh.size(axis) for axis in KNOWN_AXES}
     screen.say(f"{args.model}: {known.title}; {args.batch} rows × {positions} positions of each data rank; {mesh}")

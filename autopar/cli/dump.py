@@ -5,11 +5,11 @@ from typing import Any
 
 from autopar.cli import _lower
 from autopar.cli.arguments import add_mesh, add_model
-from autopar.cli.models import load
 from autopar.cli.screen import Screen
 from autopar.cost.hardware import load as profile
 from autopar.ir.printer import FORMATS, print_program
 from autopar.ir.program import Program
+from autopar.models import load
 from autopar.report.stages import step_of
 from autopar.report.timeline import grid
 from autopar.strategy import Strategy

@@ -10,12 +10,12 @@ from typing import Any
 from rich.table import Table
 from torch import nn
 
-from autopar.cli.models import load
 from autopar.cli.plans import record
 from autopar.cli.screen import Screen
 from autopar.cost.table import duration, size
 from autopar.errors import AutoparError
 from autopar.measure import Batch, Measured, measure
+from autopar.models import load
 from autopar.plans import Plan
 
 

@@ -11,8 +11,8 @@ from autopar.errors import AutoparError
 
 if TYPE_CHECKING:
     from autopar.cli.measured import Pair
-    from autopar.cli.models import LoadedModel
     from autopar.cost.rehearsal import Rehearsal
+    from autopar.models import LoadedModel
     from autopar.plans import Plan
     from autopar.report.page import Layers
 
@@ -47,7 +47,7 @@ def draw(
         _write(args.trace, json.dumps(trace_of(found)))
         screen.say(f"{args.trace}: open it at ui.perfetto.dev or chrome://tracing")
     if args.html:
-        from autopar.cli.models import load
+        from autopar.models import load
 
         loaded = load(args.model)
         loaded.model.train()

@@ -3,14 +3,12 @@
 import argparse
 from typing import Any
 
-from autopar.cli.arguments import add_model, positive
-from autopar.cli.learned import learned
+from autopar.cli.arguments import add_model, positive, whole
 from autopar.cli.pictures import add_pictures, draw
 from autopar.cli.plans import plans_text
 from autopar.cli.screen import Screen
-from autopar.cost.forms import Forms
-from autopar.cost.regime import ours
-from autopar.ranking import cluster_of, planned, space_of
+from autopar.learned import Named, plan_named
+from autopar.ranking import LOWERED, cluster_of
 
 
 def add(commands: Any) -> None:
@@ -30,6 +28,11 @@ def add(commands: Any) -> None:
         "--explain", type=positive, metavar="N", help="plan N in full, and why its neighbours are worse"
     )
     parser.add_argument("--front", action="store_true", help="the Pareto front of time and memory instead")
+    parser.add_argument(
+        "--lower", type=whole, metavar="N",
+        help=f"lower the first N plans by the passes and rank them by their own programs, which takes a trace (default "
+        f"0 of hf:, {LOWERED} of module:callable)",
+    )  # fmt: skip
     parser.add_argument("--fresh", action="store_true", help="trace the model although its closed forms are kept")
     add_pictures(parser)
     parser.add_argument("--json", action="store_true", help="the plans as json")
@@ -40,17 +43,18 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     """Print the plans; exit status 1 where nothing fits."""
     machine = cluster_of(args.cluster)
     with screen.working(f"planning {args.model} on {args.cluster}"):
-        known = learned(args.model, machine, args.precision, args.seq, screen, fresh=args.fresh)
-        positions = known.positions if args.seq or known.sequential else 1
-        space = space_of(machine, args.batch, positions, tuple(args.axes.split(",")))
-        forms, regime = [Forms(f) for f in known.families], ours(known.width, args.precision)
-        plans = planned(forms, machine, space, regime, max(args.top, args.explain or 1))
-    length = f"sequence {known.positions}; " if positions > 1 else ""
+        model = Named(args.model, args.precision, args.seq, args.fresh, screen.say)
+        known = model.known(machine)
+        plans = plan_named(
+            model, known, machine, batch=args.batch, axes=tuple(args.axes.split(",")),
+            count=max(args.top, args.explain or 1), lower=args.lower,
+        )  # fmt: skip
+    length = f"sequence {known.positions}; " if args.seq or known.sequential else ""
     screen.say(f"{args.model}: {known.title}; {length}{args.cluster}, {args.precision}")
     if not plans:
         screen.say(plans.hint)
         return 1
-    for note in plans.notes:
+    for note in plans.said:
         screen.say(note)
     if args.json:
         screen.write(plans_text([(str(i), p) for i, p in enumerate(plans, 1)], "json"))

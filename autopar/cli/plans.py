@@ -20,7 +20,8 @@ def record(name: str, plan: Plan) -> dict[str, Any]:
         "step_seconds": o.seconds, "tokens_per_second_per_device": plan.tokens_per_second, "mfu": plan.mfu,
         "compute_seconds": o.compute, "bubble_seconds": o.bubble, "optimizer_seconds": o.optimizer,
         **{f"exposed_{a}_seconds": s for a, s in o.exposed.items()},
-        **{f"{k}_bytes": b for k, b in o.memory.items()}, "peak_bytes": o.peak, "fits": plan.fits,
+        **{f"{k}_bytes": b for k, b in o.memory.items()}, "peak_bytes": o.peak, "host_bytes": o.host, "fits": plan.fits,
+        "priced_by": plan.priced_by,
     }  # fmt: skip
 
 

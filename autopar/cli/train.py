@@ -17,11 +17,11 @@ from autopar.auto import everywhere, sizes_of, wants
 from autopar.cli import _lower
 from autopar.cli.arguments import fields, positive
 from autopar.cli.journal import Journal
-from autopar.cli.models import LoadedModel, load
 from autopar.cli.screen import Screen
 from autopar.cli.text import BYTES, Rows, read
 from autopar.errors import AutoparError
 from autopar.ir.mesh import KNOWN_AXES, Mesh
+from autopar.models import LoadedModel, load
 
 
 def add(commands: Any) -> None:

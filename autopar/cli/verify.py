@@ -7,8 +7,8 @@ import torch
 
 from autopar.cli import _lower
 from autopar.cli.arguments import add_mesh, add_model
-from autopar.cli.models import load
 from autopar.cli.screen import Screen
+from autopar.models import load
 
 
 def add(commands: Any) -> None:

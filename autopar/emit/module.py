@@ -14,7 +14,7 @@ from autopar.checkpoint.safetensors import config_of
 from autopar.emit.across import Across
 from autopar.emit.emitted import Emitted, Variant, emit
 from autopar.emit.engine import engine_of, start
-from autopar.emit.named import Named
+from autopar.emit.named import Root
 from autopar.emit.norms import clip_gradients
 from autopar.emit.params import Place, gather_of, shard_of
 from autopar.emit.pipelined import Pipelined
@@ -43,7 +43,7 @@ class Compiler(Protocol):
         """The variant for a call of the model with ``args`` and ``kwargs``."""
 
 
-class ParallelModule(Checkpoints, Named):
+class ParallelModule(Checkpoints, Root):
     """A model on a mesh: equal to the unsharded model on the global batch.
 
     Called as the model is, with this data rank's rows; returns the model's own output structure.

@@ -48,6 +48,19 @@ class Named(nn.Module):
         return [m for n in names if (m := self._modules[n]) is not None]
 
 
+class Root(Named):
+    """What the user holds."""
+
+    def __getattr__(self, name: str) -> Any:
+        """``plan`` is None where nothing was planned, and the model has nothing of that name."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "plan":
+                return None
+            raise
+
+
 def part_called() -> AutoparError:
     """For a user's own call of a layer."""
     why = "a layer of a parallel module is called by itself, but its programs are those of the whole model"

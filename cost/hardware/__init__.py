@@ -1,5 +1,6 @@
 """Profiles of devices and their links, read from TOML files in which every number has a unit and a source."""
 
+import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,8 @@ UNITS = {
     "elements": 1.0,
     "ranks": 1.0,
 }
+
+HOST_MEMORY = 256e9  # bytes of host memory for a device, where a profile does not say
 
 _FOLDER = Path(__file__).parent
 
@@ -69,6 +72,8 @@ class Hardware:
         node: ranks that share the inner tier. ranks: of the whole cluster, 0 where not said.
         host: seconds that a rank spends on each op besides its work. unit: the same for each unit of parameters that an
             engine gathers or reduces. overlap: share of compute behind which collectives can hide.
+        host_memory: bytes of a node's host; where a profile does not say, 256 GB for each of its ranks, about what a
+            DGX H100 has.
     """
 
     name: str
@@ -86,6 +91,7 @@ class Hardware:
     host: float = 0.0
     unit: float = 0.0
     overlap: float = 1.0
+    host_memory: float = math.inf
 
     def flops_per_second(self, dtype: object) -> float:
         """Peak for a dtype or its name; complex as its parts, integers as fp32. Raises AutoparError ``no-peak``."""
@@ -200,4 +206,5 @@ def _build(name: str, raw: Mapping[str, Any]) -> Hardware:
         host=host.get("op", 0.0),
         unit=host.get("unit", 0.0),
         overlap=host.get("overlap", 1.0),
+        host_memory=host.get("memory", HOST_MEMORY * _number(raw["node"])),
     )

@@ -95,6 +95,18 @@ def test_what_is_chosen_equals_the_unsharded_model(
             assert torch.allclose(f["grads"][n], g, rtol=1e-4, atol=1e-5 * float(g.abs().max())), n
 
 
+def test_without_auto_there_is_no_plan() -> None:
+    """A module of the model's own that is called so is that."""
+    x = torch.randn(4, 16)
+    for pm in (autopar.parallelize(seeded(Mlp), "dp=1", (x,)), autopar.parallelize(seeded(Mlp), "dp=1")):
+        assert pm.plan is None
+        with pytest.raises(AttributeError, match="plans"):
+            pm.plans  # noqa: B018
+    own = torch.nn.Sequential()
+    own.add_module("plan", torch.nn.Linear(16, 2))
+    assert autopar.parallelize(own, "dp=1", (x,)).plan.weight.shape == (2, 16)
+
+
 def test_auto_needs_an_example() -> None:
     with pytest.raises(AutoparError) as error:
         autopar.parallelize(seeded(Mlp), strategy="auto")

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 import autopar
-from autopar.cli.models import load
 from autopar.ir.mesh import Mesh
+from autopar.models import load
 from autopar.runtime.axis import axes_of
 from tests.api.models import Lm, batch, seeded
 from tests.api.test_inputs import rows, same, stepped

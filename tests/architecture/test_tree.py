@@ -14,8 +14,8 @@ SECTIONS = ["Does:", "Requires:", "Ensures:", "Communication:", "Limits:", "Sour
 ORDER = [
     "lazy", "errors", "strategy", "ir", "presets", "runtime", "rules", "trace", "cost", "solve", "verify", "passes",
     "emit", "checkpoint", "emit.module", "emit.deferred", "compile", "verify.numerics", "plans", "ranking", "shelf",
-    "families", "planner", "predict", "calibrate", "auto", "api", "", "measure", "report", "cli",
-    "__main__",
+    "configurations", "families", "models", "resized", "lowering", "learned", "planner", "predict", "calibrate", "auto",
+    "api", "", "measure", "report", "cli", "__main__",
 ]  # fmt: skip
 
 

@@ -1,6 +1,8 @@
 """What planning keeps of a model: the same answer without torch, and nothing else than what was written."""
 
+import copy
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -10,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from autopar import shelf
-from autopar.cli.learned import learn, learn_on, learned
+import autopar
+from autopar import models, shelf
 from autopar.cli.main import main
 from autopar.cli.screen import Screen
 from autopar.cost.closed import Family
@@ -19,6 +21,8 @@ from autopar.cost.forms import Forms
 from autopar.cost.hardware import load
 from autopar.cost.regime import ours
 from autopar.cost.stored import from_data, to_data
+from autopar.errors import AutoparError
+from autopar.learned import Named
 from autopar.presets import configuration
 from autopar.ranking import planned, space_of
 from autopar.shelf import Known
@@ -42,7 +46,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module", params=NAMES)
 def known(request: pytest.FixtureRequest) -> Known:
-    return learn(request.param, load("h100x8"), "bf16", None)
+    return Named(request.param).learn_on([load("h100x8")])[0]
 
 
 def ranked(families: tuple[Family, ...]) -> list[tuple[str, float, dict[str, float], dict[str, float]]]:
@@ -67,13 +71,44 @@ def test_a_second_answer_is_the_first_and_needs_no_torch(cache: Path, capfd: pyt
     assert len(list(cache.iterdir())) == 1
 
 
+def test_a_plan_of_a_name_is_that_of_the_command_and_uses_what_is_kept(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(ASKED) == 0
+    said = json.loads(capsys.readouterr().out)
+    monkeypatch.setattr(models, "load", None)  # nothing may be loaded again
+    plans = autopar.plan(NAMES[0], "h100x8", count=8)
+    keys = ("mesh", "strategy", "step_seconds", "peak_bytes", "mfu")
+    found = [(p.mesh, p.strategy, p.seconds, p.memory, p.mfu) for p in plans]
+    assert found == [tuple(r[k] for k in keys) for r in said] and len(found) == 8
+    chosen = autopar.plan(NAMES[0], "h100x8", batch=64, mesh="tp=2", strategy="zero=1")
+    assert chosen and all(p.option.sizes["tp"] == 2 and p.option.zero == 1 for p in chosen)
+    assert chosen.found.question.space.batch == 64
+    with pytest.raises(AutoparError) as error:
+        autopar.plan(NAMES[0], "h100x8", kwargs={"input_ids": None})
+    assert error.value.slug == "input-structure"
+
+
+def test_plans_are_copied_and_pickled(cache: Path, tmp_path: Path) -> None:
+    """And read by a process that has planned nothing."""
+    plans = autopar.plan(NAMES[0], "h100x8", count=2)
+    for same in (copy.copy(plans), copy.deepcopy(plans), pickle.loads(pickle.dumps(plans))):
+        assert list(same) == list(plans) and same[0].explain() == plans[0].explain()
+    (tmp_path / "plans").write_bytes(pickle.dumps((plans, plans[0])))
+    read = (
+        "import pickle, sys; plans, one = pickle.load(open(sys.argv[1], 'rb')); print(one.explain(), plans[0] == one)"
+    )
+    done = subprocess.run([sys.executable, "-c", read, str(tmp_path / "plans")], capture_output=True, text=True)
+    assert done.stdout == f"{plans[0].explain()} True\n", done.stderr
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama3-8b", "mixtral-8x7b"])
 def test_what_came_with_autopar_is_what_a_trace_gives(name: str) -> None:
     """Of the file itself, whatever sources it says that it is of."""
     entry = json.loads((shelf.SHIPPED / f"{shelf.name_of(configuration(name))}.json").read_text())
     at = {m: entry["machines"][shelf.name_of(repr(load(m)))] for m in ("h100", "a100-80g", "b200")}
     machines = [load(m) for m in sorted(at, key=lambda m: (at[m], m))][:: max(1, len(at) - 1)]
-    for machine, found in zip(machines, learn_on(machines, f"hf:{name}", "bf16", None)):
+    for machine, found in zip(machines, Named(f"hf:{name}").learn_on(machines)):
         kept = Known.of(json.dumps(entry["known"][at[machine.name]]))
         assert kept.text() == found.text(), "run python benchmarks/forms.py"
 
@@ -112,15 +147,14 @@ def damaged(path: Path) -> list[str]:
 
 def test_what_was_changed_or_cut_short_is_passed_over_and_written_again(cache: Path) -> None:
     machine, screen = load("h100x8"), Screen(quiet=True)
-    learned(NAMES[0], machine, "bf16", None, screen)
+    Named(NAMES[0], say=screen.say).known(machine)
     (path,) = cache.iterdir()
     whole = path.read_text()
     for text in damaged(path):
         path.write_text(text)
         assert shelf.recall(path.stem) is None
     assert (
-        learned(NAMES[0], machine, "bf16", None, screen).text() == whole.partition("\n")[2]
-        and path.read_text() == whole
+        Named(NAMES[0], say=screen.say).known(machine).text() == whole.partition("\n")[2] and path.read_text() == whole
     )
 
 

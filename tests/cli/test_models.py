@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.cli.models import load, sharpen
 from autopar.errors import AutoparError
+from autopar.models import load, sharpen
 from autopar.presets import configuration, names, tiny
 from autopar.presets.table import aliases
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.cli.models import load
 from autopar.compile import lower
 from autopar.cost.hardware import load as hardware
 from autopar.cost.program import price
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, Spec, specs
+from autopar.models import load
 from tests.context.models import Attend, Biased, D, Documents, Window
 
 TOKENS = 2**20

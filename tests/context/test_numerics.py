@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.cli.models import load
+from autopar.models import load
 from tests.context.models import (
     Attend,
     Biased,

@@ -5,7 +5,6 @@ import pytest
 import sympy
 import torch
 
-from autopar.cli.models import load
 from autopar.compile import lower
 from autopar.cost.family import FIRST, LAST, Primes, family
 from autopar.cost.forms import Forms
@@ -19,6 +18,7 @@ from autopar.cost.search import Question
 from autopar.cost.zero import Stage
 from autopar.families import Example, families
 from autopar.ir.mesh import Mesh
+from autopar.models import load
 from autopar.ranking import candidate, space_of
 
 HARDWARE = profile("cpu")

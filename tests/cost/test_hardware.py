@@ -27,6 +27,13 @@ def test_every_number_has_unit_and_source(name: str) -> None:
         assert len(entry["source"]) > 5, place
 
 
+def test_a_profile_that_says_nothing_of_its_host_has_the_usual_memory(tmp_path: Path) -> None:
+    text = (FOLDER / "h100.toml").read_text()
+    (tmp_path / "mine.toml").write_text(text[: text.index("[host]")])
+    assert hardware.load(f"{tmp_path}/mine.toml").host_memory == 8 * hardware.HOST_MEMORY
+    assert hardware.load("h100").host_memory == 2e12
+
+
 @pytest.mark.parametrize("name", hardware.names())
 def test_orders_of_magnitude(name: str) -> None:
     """A slip in a unit is off by a thousand."""
@@ -34,6 +41,7 @@ def test_orders_of_magnitude(name: str) -> None:
     assert 1e10 < hw.peak["float64"] <= hw.peak["float32"] <= hw.peak["bfloat16"] < 1e16
     assert 1e9 <= hw.outer.bandwidth <= hw.inner.bandwidth < hw.memory_bandwidth < 1e13
     assert 4e9 < hw.memory_bytes < 1e12
+    assert 0.9 <= hw.host_memory / (hw.node * hw.memory_bytes) < 10
     assert all(0 < e <= 1 for t in (hw.inner, hw.outer) for e in t.efficiency.values())
     assert 0 < hw.matmul_efficiency <= 1 and 0 <= hw.inner.latency <= hw.outer.latency < 1e-3
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from autopar.cli.arguments import split_axes
-from autopar.cli.models import load
 from autopar.cost import links as links_of
 from autopar.cost.candidates import ORDER
 from autopar.cost.forms import Forms
@@ -20,6 +19,7 @@ from autopar.cost.space import Space
 from autopar.cost.units import send_seconds
 from autopar.families import families
 from autopar.ir.mesh import Mesh
+from autopar.models import load
 from autopar.planner import compare
 from autopar.plans import closer, rehearsed
 

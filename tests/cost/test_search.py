@@ -3,13 +3,13 @@
 import itertools
 import json
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from autopar.cli.main import main
-from autopar.cli.models import load
 from autopar.cost import hardware as profiles
 from autopar.cost.balance import even_starts
 from autopar.cost.candidates import SCHEDULES, Candidates
@@ -18,7 +18,7 @@ from autopar.cost.communication import link_between
 from autopar.cost.forms import Forms
 from autopar.cost.formulas import terms, tidy
 from autopar.cost.links import collective_seconds, inside
-from autopar.cost.regime import Regime
+from autopar.cost.regime import Regime, ours
 from autopar.cost.schedule import occupancies, schedule
 from autopar.cost.search import search
 from autopar.cost.space import Space, grids
@@ -27,8 +27,9 @@ from autopar.cost.stored import from_data, to_data
 from autopar.cost.symbols import evaluate
 from autopar.errors import AutoparError
 from autopar.families import families
+from autopar.models import load
 from autopar.planner import accelerator, plan
-from autopar.ranking import planned
+from autopar.ranking import planned, space_of
 
 MACHINE = profiles.load("h100x16")
 TEXT = {n: torch.zeros(2, 64, dtype=torch.int64, device="meta") for n in ("input_ids", "labels")}
@@ -88,6 +89,16 @@ def test_the_best_is_the_fastest_that_fits(forms, plans):
     assert [p.seconds for p in plans] == sorted(p.seconds for p in plans)
 
 
+def test_of_plans_that_are_as_fast_the_one_that_works_less_is_the_first():
+    """Where gradients take longer than the backward, recomputation hides behind them; it saves memory that is there."""
+    loaded = load("hf:vit-base")
+    plans = plan(loaded.model.train(), "h100x13", (), loaded.kwargs(2, 1), count=6, lower=0)
+    first, more = plans[0], next(p for p in plans if p.option.recompute == "full")
+    assert first.option.recompute == "none" and first.seconds == pytest.approx(more.seconds)
+    assert more.option.compute > 1.1 * first.option.compute and more.memory < first.memory
+    assert "more work, which is hidden" in first.why(more.option)
+
+
 def test_what_is_decided_is_kept(forms):
     given = (("zero", 3), ("recompute", "full"), ("microbatches", 2))
     fixed = Space(16, 8, 64, 128, fixed=(("tp", 2), ("dp", 4)), given=given)
@@ -133,6 +144,26 @@ def test_nothing_fits_says_what_is_over_and_what_would_fit(forms):
     assert not tight.ranked and tight.least[0].peak > 1e9
     hint = planned(forms, small, Space(2, 8, 4, 128), Regime(reserve=1e12), 3).hint
     assert "nothing fits" in hint and "over" in hint
+
+
+def test_states_in_host_memory_fit_there_or_are_refused(forms):
+    """A node has so much of it, which its ranks share; what is refused says that it is host memory."""
+    space = space_of(MACHINE, 64, 128, fixed=(("dp", 16),), given=(("offload", "cpu"),))
+    regime = ours(4, "bf16")
+    wide = planned(forms, MACHINE, space, regime, 100)
+    elements = sum(p.numel() for p in load("hf:llama3-8b-tiny").model.parameters())
+    whole = next(p.option for p in wide if not p.option.shard)
+    assert whole.host == pytest.approx(16 * elements / 16)  # parameter, gradient and two moments, in float32
+    most = max(p.option.host for p in wide)
+    assert most == pytest.approx(2 * whole.host)  # of two copies
+    tight = replace(MACHINE, host_memory=8 * 0.99 * most / 0.9)
+    left = planned(forms, tight, space, regime, 100)
+    assert len(left) > 0 and max(p.option.host for p in left) < most and all(p.fits for p in left)
+    large = next(p for p in wide if p.option.host == most)
+    assert not replace(large, found=left.found).fits and "in host memory" in left[0].why(large.option)
+    none = planned(forms, replace(MACHINE, host_memory=8.0), space, regime, 3)
+    assert not none and "of host memory a device" in none.hint and "over in host memory" in none.hint
+    assert "in host memory" in wide[0].explain()
 
 
 def test_planning_allocates_no_model():

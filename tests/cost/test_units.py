@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from autopar.cli import _lower
-from autopar.cli.models import load as load_model
 from autopar.cost import load, price
 from autopar.cost.compute import node_cost, seconds
 from autopar.cost.memory import activations, activations_by_node
@@ -21,6 +20,7 @@ from autopar.errors import AutoparError
 from autopar.ir.layout import I, Layout, P, R, plain_shard
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Form, Param, Program
+from autopar.models import load as load_model
 from autopar.passes.base import Context
 from autopar.passes.localize import Localize
 from tests.cost.build import Builder, Sizes, layers

@@ -12,8 +12,8 @@ import pytest
 
 from autopar.cli.arguments import split_axes
 from autopar.cli.main import main
-from autopar.cli.models import load
 from autopar.cost.table import duration, size
+from autopar.models import load
 from autopar.planner import compare
 from autopar.plans import rehearsed
 from autopar.report.figures import short

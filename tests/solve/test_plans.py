@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from torch import fx
 
-from autopar.cli.models import load
 from autopar.compile import plan_text
 from autopar.cost.hardware import load as profile
 from autopar.ir import ops
 from autopar.ir.layout import I, P, R, Shard
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
+from autopar.models import load
 from autopar.passes.base import Context
 from autopar.passes.pipeline import run
 from autopar.trace import trace

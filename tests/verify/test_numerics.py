@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 
 import autopar
 from autopar.cli.main import main
-from autopar.cli.models import load
+from autopar.models import load
 from autopar.runtime import collectives
 from tests.api.models import WIDTH, Lm, Mlp, batch, features, seeded, squares
 

@@ -1,4 +1,4 @@
-"""Models by name on the command line, with example inputs for any batch and sequence."""
+"""Models by name, with example inputs for any batch and sequence."""
 
 import importlib
 import os
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.cli.configurations import configured
+from autopar.configurations import configured
 from autopar.errors import AutoparError
 from autopar.runtime.garbage import uncollected
 
