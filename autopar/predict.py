@@ -16,13 +16,12 @@ import torch
 from torch import nn
 
 from autopar.cost.candidates import SCHEDULES, Candidates
-from autopar.cost.closed import Family
 from autopar.cost.forms import POLICIES, Forms
 from autopar.cost.hardware import Hardware, load, names
 from autopar.cost.regime import COMPOSER, FSDP, MEGATRON, NANOTRON, Regime, Widths
 from autopar.cost.step import Steps, steps
 from autopar.errors import AutoparError
-from autopar.families import families
+from autopar.families import Families, families
 from autopar.presets.numbers import count, number, numbers
 
 Row = Mapping[str, str]
@@ -93,18 +92,19 @@ def as_run(machine: Hardware, regime: Regime) -> Hardware:
 class Predictor:
     """Families by architecture, made when a row first needs them."""
 
-    known: dict[tuple[Any, ...], dict[Any, Family]] = field(default_factory=dict)
+    known: dict[tuple[Any, ...], Families] = field(default_factory=dict)
 
-    def forms(self, row: Row, regime: Regime, sequence: bool) -> Forms:
-        """The closed forms of a row's model under its regime."""
+    def forms(self, row: Row, regime: Regime) -> Forms:
+        """The closed forms of a row's model under its regime, and of the layouts of its ``tp`` and ``sp``."""
         style = (regime.fused, regime.regather)
         key = (json.dumps(numbers(row), sort_keys=True), style)
         if key not in self.known:
             ids = torch.zeros(2, 4096, dtype=torch.int64, device="meta")
             kwargs = {"input_ids": ids, "labels": torch.zeros_like(ids)}
-            self.known[key] = families(model_of(row), (), kwargs, styles=[style])
-        found = self.known[key]
-        return Forms(found[sequence and (True, style) in found, style])
+            self.known[key] = families(model_of(row), (), kwargs, styles=[style], alone=True)
+        found, alone = self.known[key], number(row, "tp", 1) == 1
+        sequence = number(row, "sp", 1) == 1 and (True, style) in found
+        return Forms(found[None if alone else sequence, style])
 
     def price(self, row: Row) -> tuple[Steps, Candidates, Hardware]:
         """A row's step.
@@ -116,8 +116,7 @@ class Predictor:
             raise AutoparError("unpriced-precision", "matmuls in fp8 have no profile", "predict bf16 or fp16 runs")
         regime = regime_of(row)
         machine = as_run(machine_of(row), regime)
-        sequence = number(row, "tp", 1) > 1 and number(row, "sp", 1) == 1
-        forms = self.forms(row, regime, sequence)
+        forms = self.forms(row, regime)
         table = _candidates(row, regime, forms)
         found = steps(forms, machine, table, regime)
         fits = found.peak <= machine.memory_bytes

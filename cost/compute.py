@@ -69,7 +69,7 @@ def words(text: str) -> frozenset[str]:
 
 _VIEWS = words(
     "view reshape _unsafe_view expand permute transpose t unsqueeze squeeze slice select split split_with_sizes chunk "
-    "unbind alias detach lift_fresh narrow flatten unflatten movedim swapaxes as_strided"
+    "unbind alias detach lift_fresh narrow flatten unflatten movedim swapaxes as_strided view_as_complex view_as_real"
 )
 
 

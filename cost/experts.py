@@ -61,20 +61,24 @@ def _value(node: fx.Node, shapes: Shapes) -> Value:
     return value
 
 
-def _widths(node: fx.Node, products: bool = False) -> Iterator[int]:
-    """Of what one row becomes on its way through an expert, whole; ``products``: only what a product makes or takes."""
+def _widths(node: fx.Node, fused: bool = False) -> Iterator[int]:
+    """Of what one row becomes on its way through an expert, whole.
+
+    ``fused``: only what a product takes, or makes for others.
+    """
     known = arguments(node)
     params = tuple(p.meta["spec"] for p in known["params"])
     graph = inside(known["body"], known["hidden"].meta["spec"], params)
     for op in graph.ops:
         spec = op.meta["spec"]
-        if isinstance(spec, Spec) and not is_view(op) and not (products and not _meets_product(op)):
+        if isinstance(spec, Spec) and not is_view(op) and not (fused and not _between_products(op)):
             yield prod(spec.shape[1:])
 
 
-def _meets_product(op: fx.Node) -> bool:
-    """Whether a product makes the value, or takes it."""
-    return op_name(op) in MATMULS or any(op_name(u) in MATMULS or (is_view(u) and _meets_product(u)) for u in op.users)
+def _between_products(op: fx.Node) -> bool:
+    """Whether a product takes the value, or makes it for others; no backward reads the result of all."""
+    made = op_name(op) in MATMULS and len(op.users) > 0
+    return made or any(op_name(u) in MATMULS or (is_view(u) and _between_products(u)) for u in op.users)
 
 
 def cost(node: fx.Node, shapes: Shapes) -> NodeCost:

@@ -11,7 +11,7 @@ from autopar.cost.balance import even_starts, filled_starts
 from autopar.cost.closed import Family, Kernel, Unit
 from autopar.cost.hardware import Hardware
 from autopar.cost.links import Links
-from autopar.cost.polynomials import Array, Polynomials
+from autopar.cost.polynomials import Array, Expression, Polynomials
 from autopar.cost.price import BACKWARD, FORWARD
 from autopar.cost.schedule import placement
 
@@ -32,7 +32,7 @@ class UnitTimes:
         activations: bytes by policy of recomputation. hidden: bytes passed on.
         heads: bytes of (queries, keys and values). parameters: elements by data axes.
         attention: seconds of it, (forward, backward). rows: elements of the widest matmul's result, and of its input.
-        matrices: elements of the products' right factors, of an expert's as of one.
+        matrices: elements of the products' right factors by their sizes, of an expert's as of one.
         dispatches: bytes of rows on their way to experts, by the axis that they travel along.
         gathered: bytes of what is gathered again in the backward.
         moment: bytes that a backward holds for a moment (``cost.transient``).
@@ -51,7 +51,7 @@ class UnitTimes:
     parameters: dict[str, Array]
     attention: tuple[Array, Array]
     rows: tuple[Array, Array]
-    matrices: Array
+    matrices: "dict[tuple[Expression, ...], Array]"
     dispatches: dict[str, Array]
     gathered: Array
     once: dict[tuple[str, str], Array]
@@ -162,7 +162,8 @@ class UnitForms:
         work = self._kernels(points).reshape(count, 7, -1) if count else np.zeros((0, 7, 1))
         zero = np.zeros(np.broadcast_shapes(*(np.shape(p) for p in points.values())))
         forward, backward, again = zero.copy(), zero.copy(), zero.copy()
-        widest, matrices, tail = (zero.copy(), zero.copy()), zero.copy(), zero
+        widest, tail = (zero.copy(), zero.copy()), zero
+        matrices: dict[tuple[Expression, ...], Array] = {}
         flops, attention = [zero.copy(), zero.copy()], [zero.copy(), zero.copy()]
         for (times, kernel), row in zip(self.unit.kernels, work):
             seconds = kernel_seconds(kernel, row, hardware, points["cp"])
@@ -173,7 +174,8 @@ class UnitForms:
                 attention[way] += times * seconds[way] * (kernel.kind == "attention")
             if kernel.kind == "matmul":
                 widest = np.maximum(widest[0], row[4] * row[5]), np.maximum(widest[1], row[4] * row[6])
-                matrices += times * row[5] * row[6]
+                sizes = kernel.dims[1:] if kernel.dims else ()
+                matrices[sizes] = matrices.get(sizes, zero) + times * row[5] * row[6]
                 tail = seconds[0]
             turns = points["cp"] if kernel.kind == "attention" else 1
             flops[0] += times * row[0] * turns

@@ -33,9 +33,11 @@ class Regime:
         bucket: bytes of gradients or parameters in one collective of the data axes.
         update: bytes moved for each parameter that a rank updates.
         workspace: bytes an element of the last unit's widest result (logits) at its peak, beyond what is kept.
-        head: bytes an element of the last unit's parameters, whose gradient waits to be added.
         inputs: bytes an element of the gradients in a product's backward.
-        copies: bytes an element of the largest block's matrices, in flight.
+        copies: bytes an element of a rank's matrices, kept for gradients: once of each size.
+        rows: how often a forward has the rows that go to experts or come back, besides those that it keeps; where 0,
+            they are counted once, beside the fullest moment. results: how often a layer's result beside them.
+        grouped: bytes that grouped products keep.
         ring: queries that attention keeps once more on several context ranks, as a multiple of their bytes.
         retries: seconds that the allocator takes in each microbatch to find memory where there is less than it wants.
         early: whether recomputation of a block stops before its last product, whose result nothing needs.
@@ -63,10 +65,12 @@ class Regime:
     bucket: float = math.inf
     update: float = 30.0
     workspace: float = 0.0
-    head: float = 0.0
     inputs: float = 0.0
     ring: float = 0.0
     copies: float = 0.0
+    rows: float = 0.0
+    results: float = 0.0
+    grouped: float = 0.0
     retries: float = 0.0
     early: bool = False
     attention: float = 1.0
@@ -86,17 +90,20 @@ def ours(width: int, precision: str) -> Regime:
 
 MEGATRON = Regime(
     widths=Widths(2, 4, 12), fused=True, regather=True, engine=False, overlap=0.0, cuts="even",
-    behind=0.5, head=2.0, inputs=2.0, copies=2.0, ring=1.0, released=True,
+    behind=0.5, inputs=2.0, copies=2.0, rows=4.0, results=2.0, grouped=128 * 2.0**20, ring=1.0, released=True,
     reserve=96 * 2.0**20,
 )  # fmt: skip
 """Megatron-LM with Transformer Engine: bf16 weights, fp32 gradients and optimizer, fused kernels.
 
 What is alive for a moment is what their sources allocate. Logits' gradients take their place (TE ``cross_entropy.py``).
 A weight's gradient is added to the fp32 one by the product itself, yet one bf16 tensor of each weight's shape is handed
-to autograd: TE keeps them (``module/base.py``, ``get_dummy_wgrad``), the head's is made and freed. The backward of a
-column-parallel product has its input gathered again, the input's whole gradient, and its shard (Megatron-LM
-``tensor_parallel/layers.py``). cuBLAS has 32 MiB for torch and for TE each (``get_cublas_workspace_size_bytes``); the
-last 32 MiB and the ring's second tensor of queries' size are what B200 rows of SimuMax show (benchmarks/data).
+to autograd and kept, the head's as well (TE ``module/base.py``, ``get_dummy_wgrad``). The backward of a column-
+parallel product has its input gathered again, the input's whole gradient, and its shard (Megatron-LM
+``tensor_parallel/layers.py``). A layer of experts holds rows as they were sorted and as they came, results as they are
+sent and as they come back, under names of its own (``moe/moe_layer.py``, ``custom_forward`` and ``combine``), with the
+shared expert's result and the sum. cuBLAS has 32 MiB for torch and for TE each, grouped products four times as much
+(``get_multi_stream_cublas_workspace``); the last 32 MiB and the ring's second tensor of queries' size are what B200
+rows of SimuMax show (benchmarks/data).
 
 In a backward gathers and scatters run beside products (arXiv:2205.05198, section 4.2.2), which they slow: half of them
 counts. All of them would suit A100 rows better, none B200 ones."""

@@ -271,6 +271,13 @@ class Work:
                 out = np.maximum(out, np.where(travels, self.spread(held), 0.0))
         return out
 
+    def matrices(self) -> Array:
+        """Elements of the products' right factors of each row, of equal ones as of one call's."""
+        sizes = list(dict.fromkeys(s for t in self.times for s in t.matrices))
+        return self.ranked(np.zeros(len(self.counts))) + sum(
+            self.fullest(lambda t, s=s: t.matrices.get(s, 0.0)) for s in sizes
+        )
+
     def states(self) -> dict[str, Array]:
         """Bytes of parameters, gradients and optimizer state; none where they lie in host memory.
 

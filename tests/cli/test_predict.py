@@ -18,6 +18,11 @@ ROW = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def predictor() -> Predictor:
+    return Predictor()
+
+
 def write(path: Path, rows: list[dict[str, str]]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
@@ -143,6 +148,7 @@ def test_a_model_that_a_preset_has_needs_no_numbers():
     fields = numbers({"model": "DeepSeek-V3(4 layers, 1 dense)", "arch": "moe-mla", "n_layers": "4"})
     assert (fields["num_hidden_layers"], fields["first_k_dense_replace"]) == (4, 1)
     assert fields["hidden_size"] == 7168 and "architectures" not in fields
+    assert numbers({"model": "DeepSeek-V2(4 layers)", "arch": "moe-mla"})["n_routed_experts"] == 160
     assert numbers({"model": "Llama3-8B"})["num_hidden_layers"] == 32
     with pytest.raises(AutoparError) as error:
         numbers({"model": "DeepSeek-V9(4 layers)", "n_layers": "4"})
@@ -157,6 +163,33 @@ def test_megatron_holds_what_its_sources_allocate():
         "gbs": "4",
     }  # fmt: skip
     assert float(Predictor().predict(row)["pred_peak_mem_gb"]) == pytest.approx(28.29, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "measured"),
+    [
+        ("DeepSeek-V2(4 layers)", {"ep": "8", "dp": "8", "pp": "1", "gbs": "32"}, 45.63),
+        ("DeepSeek-V2(4 layers)", {"ep": "4", "dp": "4", "pp": "2", "gbs": "16"}, 44.70),
+        ("DeepSeek-V3(4 layers, 1 dense)", {"ep": "8", "dp": "8", "pp": "1", "gbs": "32"}, 104.30),
+        ("DeepSeek-V3(4 layers, 1 dense)", {"ep": "4", "dp": "4", "pp": "2", "gbs": "16"}, 114.00),
+    ],
+)
+def test_megatron_holds_rows_on_their_way_to_experts(predictor, model, layout, measured):
+    """Published: SimuMax docs/b200 @4dcaae5, GiB. Rows have four names, gradients are kept."""
+    row = {
+        "model": model, "arch": "moe-mla", "seq_len": "4096", "gpu": "B200-SXM-180GB", "n_gpus": "8", "tp": "1",
+        "mbs": "1", "recompute": "none", "precision": "bf16", "framework": "Megatron-LM", **layout,
+    }  # fmt: skip
+    assert float(predictor.predict(row)["pred_peak_mem_gb"]) == pytest.approx(measured, rel=1e-3)
+
+
+def test_the_last_stage_keeps_what_it_receives_and_the_gradient_of_its_head(predictor):
+    """Published: 87.08 GiB (SimuMax docs/b200 @4dcaae5), with 16 heads of keys (``run_pretrain_llama3.sh``)."""
+    row = {
+        **ROW, "n_layers": "4", "hidden": "16384", "ffn_hidden": "53248", "heads": "128", "kv_heads": "16",
+        "vocab": "128256", "seq_len": "4096", "gpu": "B200-SXM-180GB", "tp": "1", "dp": "4", "mbs": "1", "gbs": "16",
+    }  # fmt: skip
+    assert float(predictor.predict(row)["pred_peak_mem_gb"]) == pytest.approx(87.08, rel=1e-3)
 
 
 def test_tensor_collectives_wait_where_stages_lie_on_several_nodes():
