@@ -81,17 +81,42 @@ def _between_products(op: fx.Node) -> bool:
     return made or any(op_name(u) in MATMULS or (is_view(u) and _between_products(u)) for u in op.users)
 
 
-def cost(node: fx.Node, shapes: Shapes) -> NodeCost:
-    """Grouped products of rows with the parameters of their experts; rows are sorted before and put back after."""
+def _traffic(node: fx.Node, fused: bool) -> tuple[int, int]:
+    """Elements of a row that an expert's products read and write, and that what stands between them does."""
+    known = arguments(node)
+    graph = inside(known["body"], known["hidden"].meta["spec"], tuple(p.meta["spec"] for p in known["params"]))
+    products = between = 0
+    for op in graph.ops:
+        spec = op.meta["spec"]
+        if not isinstance(spec, Spec) or is_view(op):
+            continue
+        made, width = op_name(op) in MATMULS, prod(spec.shape[1:])
+        touched = _between_products(op)
+        products += width * (made + (touched and not made))
+        between += width * touched if fused else 2 * width * (not made)
+    return products, between
+
+
+def cost(node: fx.Node, shapes: Shapes, fused: bool = False) -> NodeCost:
+    """Grouped products of rows with the parameters of their experts; rows are sorted before and put back after.
+
+    ``fused``: what stands between two products is one kernel, and rows are sorted as Megatron-LM does it: for the ranks
+    that they go to, for the experts of a rank, and back again (``moe/token_dispatcher.py``).
+    """
     rows = Rows.of(node, shapes)
-    inside_bytes = sum(rows.count * ratio(w, 1) * rows.share * rows.itemsize * 2 for w in _widths(node))
-    sorting = 2 * rows.count * (rows.hidden + rows.out) * rows.itemsize
-    moved = inside_bytes + sorting + sum(p.bytes for p in rows.params)
+    both, (products, between) = rows.hidden + rows.out, _traffic(node, fused)
+    own = rows.count * rows.itemsize
+    moved = own * (both + products * rows.share) + sum(p.bytes for p in rows.params)
+    sorting = 2 * own * both
+    if fused:
+        sorting = 3 * own * both + _value(tensor_args(node)[0], shapes).bytes + _value(node, shapes).bytes
+    beside = sorting + own * between * rows.share
     matrices = [p for p in rows.params if len(p.shape) > 2]
     widest = max(matrices, key=lambda p: float(prod(1 if not isinstance(n, int) else n for n in p.shape)))
     dims = (ratio(rows.count, widest.shape[0]), widest.shape[1], widest.shape[2])
     times = 2 if differentiable(node) else 0
-    return NodeCost(rows.flops, moved, times * rows.flops, times * moved, "matmul", dims)
+    back = (times // 2 if fused else times) * sorting + times * (beside - sorting)
+    return NodeCost(rows.flops, moved, times * rows.flops, times * moved, "matmul", dims, (beside, back))
 
 
 def kept(node: fx.Node, shapes: Shapes, fused: bool = False) -> Number:

@@ -70,6 +70,12 @@ class UnitTimes:
         return UnitTimes(**{name: some(value) for name, value in vars(self).items()})
 
     @property
+    def experts(self) -> Array:
+        """Elements of the experts' parameters of a call: those whose gradients no sum over ep takes."""
+        zero: Array = np.zeros(1)
+        return self.parameters.get("dp", zero) if self.dispatches else zero
+
+    @property
     def weight(self) -> Array:
         """Elements of all parameters of a call."""
         return np.sum(list(self.parameters.values()), axis=0) if self.parameters else np.zeros(1)
@@ -231,8 +237,10 @@ def kernel_seconds(kernel: Kernel, row: Array, hardware: Hardware, context: Any)
     moved = row[2] / bandwidth, row[3] / bandwidth
     if kernel.kind == "memory":
         return moved[0], moved[1]
+    if kernel.kind == "rows":
+        return moved[0] / hardware.rows, moved[1] / hardware.rows
     if kernel.kind == "attention":
-        rates = [peak * e for e in hardware.attention_efficiency]
+        rates = [peak * e for e in hardware.attention([float(size.max()) for size in row[4:6]])]
         return np.maximum(row[0] * context / rates[0], moved[0]), np.maximum(row[1] * context / rates[1], moved[1])
     rate = peak * hardware.matmul_efficiency * np.prod(row[4:] / (row[4:] + hardware.matmul_half), axis=0)
     return np.maximum(row[0] / rate, moved[0]), np.maximum(row[1] / rate, moved[1])

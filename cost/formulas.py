@@ -57,7 +57,7 @@ def terms(unit: Unit) -> dict[str, Number]:
     made: Any = _symbolic(unit)
     for count, kernel in made.kernels:
         for part, flops, moved in zip(("forward", "backward"), kernel.flops, kernel.bytes):
-            if kernel.kind != "memory":
+            if kernel.kind not in ("memory", "rows"):
                 keys = AXES["cp"] if kernel.kind == "attention" else 1  # those of all its ranks
                 out[f"{kernel.kind} flops, {part}"] += count * keys * flops
             out[f"memory traffic, {part}"] += count * moved

@@ -36,10 +36,12 @@ def kernels(graph: fx.Graph, shapes: Shapes, fused: bool = False) -> list[tuple[
             if node is inside[-1]:
                 out.append((node, _fused(inside, shapes)))
             continue
-        cost = node_cost(node, shapes)
+        cost = experts.cost(node, shapes, fused) if node.target is ops.experts else node_cost(node, shapes)
         if cost.kind != "free":
             flops, moved = (cost.flops, cost.backward_flops), (cost.bytes, cost.backward_bytes)
             out.append((node, Kernel(cost.kind, flops, moved, cost.matmul, dtype_name(work_dtype(node)))))
+        if cost.beside != (0, 0):
+            out.append((node, Kernel("rows", (0, 0), cost.beside, None, dtype_name(work_dtype(node)))))
     return out
 
 

@@ -37,7 +37,8 @@ class Regime:
         copies: bytes an element of a rank's matrices, kept for gradients: once of each size.
         rows: how often a forward has the rows that go to experts or come back, besides those that it keeps; where 0,
             they are counted once, beside the fullest moment. results: how often a layer's result beside them.
-        grouped: bytes that grouped products keep.
+        grouped: bytes that grouped products keep. summed: bytes that they move for each element of an expert's
+            gradient, which they add to.
         ring: queries that attention keeps once more on several context ranks, as a multiple of their bytes.
         retries: seconds that the allocator takes in each microbatch to find memory where there is less than it wants.
         early: whether recomputation of a block stops before its last product, whose result nothing needs.
@@ -71,6 +72,7 @@ class Regime:
     rows: float = 0.0
     results: float = 0.0
     grouped: float = 0.0
+    summed: float = 0.0
     retries: float = 0.0
     early: bool = False
     attention: float = 1.0
@@ -90,8 +92,8 @@ def ours(width: int, precision: str) -> Regime:
 
 MEGATRON = Regime(
     widths=Widths(2, 4, 12), fused=True, regather=True, engine=False, overlap=0.0, cuts="even",
-    behind=0.5, inputs=2.0, copies=2.0, rows=4.0, results=2.0, grouped=128 * 2.0**20, ring=1.0, released=True,
-    reserve=96 * 2.0**20,
+    behind=0.5, inputs=2.0, copies=2.0, rows=4.0, results=2.0, grouped=128 * 2.0**20, summed=8.0, ring=1.0,
+    released=True, reserve=96 * 2.0**20,
 )  # fmt: skip
 """Megatron-LM with Transformer Engine: bf16 weights, fp32 gradients and optimizer, fused kernels.
 
@@ -104,6 +106,9 @@ sent and as they come back, under names of its own (``moe/moe_layer.py``, ``cust
 shared expert's result and the sum. cuBLAS has 32 MiB for torch and for TE each, grouped products four times as much
 (``get_multi_stream_cublas_workspace``); the last 32 MiB and the ring's second tensor of queries' size are what B200
 rows of SimuMax show (benchmarks/data).
+
+Grouped products read and write the fp32 gradients that they add to, besides their flops: so SimuMax measured them on
+B200 (``configs/system/b200_bf16_ceperm.json``, stage ``bwd_grad_w``).
 
 In a backward gathers and scatters run beside products (arXiv:2205.05198, section 4.2.2), which they slow: half of them
 counts. All of them would suit A100 rows better, none B200 ones."""

@@ -101,6 +101,8 @@ class Work:
         ops, inner, _ = self._launches()
         forward = self.on(lambda t: t.forward) + self.hardware.host * ops
         backward = self.on(lambda t: t.backward) + 2 * self.hardware.host * ops
+        if self.regime.summed:
+            backward = backward + self.on(lambda t: t.experts) * self.regime.summed / self.rate
         again = self.on(lambda t: t.again, self.inner) + self.hardware.host * inner
         stop = 1.0 if self.regime.early else 0.0
         whole = self.on(lambda t: t.forward - stop * t.tail, self.inner) + self.hardware.host * inner
