@@ -29,6 +29,8 @@ COLUMNS = (
     "pred_iter_time_s", "pred_tokens_per_s_per_gpu", "pred_model_tflops_per_gpu", "pred_mfu_pct",
     "pred_hw_tflops_per_gpu", "pred_peak_mem_gb", "pred_bubble_rate", "pred_error",
 )  # fmt: skip
+UNSCALED = 8.0
+"""Bytes of a pass over fp32 gradients that takes a loss scale out and finds overflows (Megatron-LM, optimizer.py)."""
 VARIANTS = {("a100-80g", 40): (1.555e12, 1.0), ("h100", 96): (2.4e12, 0.886)}
 """Bytes per second of a profile's variant with so many GB, and what its products reach of the profile's efficiency.
 
@@ -78,7 +80,7 @@ def regime_of(row: Row) -> Regime:
         known = replace(known, fused=row.get("compile", "").lower() in ("1", "true", "yes"))
         pure = "pure" in precision
         return replace(known, widths=Widths(2, 2, 4), reduce_width=2, update=14.0) if pure else known
-    return MEGATRON
+    return replace(MEGATRON, update=MEGATRON.update + UNSCALED) if "fp16" in precision else MEGATRON
 
 
 def as_run(machine: Hardware, regime: Regime) -> Hardware:

@@ -276,9 +276,11 @@ def _attention(node: fx.Node, shapes: Shapes) -> NodeCost:
         flops = _seen(flops, args, _keys(node, args, k))
         cost, back = NodeCost(flops, moved, ratio(5 * flops, 2), 2 * moved, "attention", heads), differentiable(node)
     else:
-        # Written and read once each: scores, probabilities, dropped probabilities; the mask is a byte an entry.
-        moved = moved + square * (6 * q.dtype.itemsize + 2)
-        cost, back = NodeCost(flops, moved, 2 * flops, 2 * moved, "attention", heads), differentiable(node)
+        # Written and read once each: scores, probabilities, dropped probabilities; the mask is a byte an entry. In the
+        # backward a product, the dropout and the softmax write a gradient each; six reads, and one of the mask.
+        size, back = q.dtype.itemsize, differentiable(node)
+        whole = 2 * moved + square * (9 * size + 1)
+        cost = NodeCost(flops, moved + square * (6 * size + 2), 2 * flops, whole, "attention", heads)
     return cost if back else NodeCost(cost.flops, cost.bytes, kind="attention", matmul=heads)
 
 

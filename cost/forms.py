@@ -18,7 +18,7 @@ from autopar.cost.schedule import placement
 Points = Mapping[str, Array]
 _ALONE: dict[str, Any] = {"b": 1.0, "s": 4096.0, "tp": 1.0, "cp": 1.0, "ep": 1.0, "dp": 1.0}
 POLICIES = ("none", "selective", "full")
-MOMENTS = ("transient", "alone")
+MOMENTS = ("transient", "alone", "scores")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class UnitTimes:
         matrices: elements of the products' right factors by their sizes, of an expert's as of one.
         dispatches: bytes of rows on their way to experts, by the axis that they travel along.
         gathered: bytes of what is gathered again in the backward.
-        moment: bytes that a backward holds for a moment (``cost.transient``).
+        moment: bytes that a backward holds for a moment (``cost.transient``). scores: what attention keeps besides its
+            inputs and result.
         once: as ``messages``, of what inputs alone make: sent once in a step, whatever its microbatches.
     """
 
@@ -56,6 +57,7 @@ class UnitTimes:
     gathered: Array
     once: dict[tuple[str, str], Array]
     moment: Array
+    scores: Array
 
     def at(self, where: slice) -> "UnitTimes":
         """Some of the points."""
@@ -190,13 +192,13 @@ class UnitForms:
         forward, backward = forward + copied[FORWARD], backward + copied[BACKWARD]
         held = self._held(points)
         sent = self._sent(points, links)
-        kept, elements = held[:8], dict(zip(self.unit.parameters, held[8:]))
-        rows = dict(zip(self.unit.dispatches, held[8 + len(elements) :]))
+        kept, elements = held[:9], dict(zip(self.unit.parameters, held[9:]))
+        rows = dict(zip(self.unit.dispatches, held[9 + len(elements) :]))
         moment: Array = np.where(points["tp"] > 1, kept[6], kept[7])
         return UnitTimes(
             forward, backward, again, tail, sent[False], (flops[0], flops[1]),
             dict(zip(POLICIES, kept[:3])), kept[3], (kept[4], kept[5]), elements, (attention[0], attention[1]), widest,
-            matrices, rows, self._again(points), sent[True], moment,
+            matrices, rows, self._again(points), sent[True], moment, kept[8],
         )  # fmt: skip
 
     def _again(self, points: Points) -> Array:

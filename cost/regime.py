@@ -31,7 +31,9 @@ class Regime:
         wait: seconds that a collective of the tensor axis keeps the host for each of its ranks, where stages lie on
             several nodes.
         bucket: bytes of gradients or parameters in one collective of the data axes.
-        update: bytes moved for each parameter that a rank updates.
+        update: bytes moved for each parameter that a rank updates. checked: for each gradient that it has made, before
+            and behind that. averaged: the same where several ranks made it.
+        core: whether selective recomputation repeats attention, and all else is kept (arXiv:2205.05198, section 5).
         workspace: bytes an element of the last unit's widest result (logits) at its peak, beyond what is kept.
         inputs: bytes an element of the gradients in a product's backward.
         copies: bytes an element of a rank's matrices, kept for gradients: once of each size.
@@ -65,6 +67,9 @@ class Regime:
     wait: float = 0.0
     bucket: float = math.inf
     update: float = 30.0
+    checked: float = 0.0
+    averaged: float = 0.0
+    core: bool = False
     workspace: float = 0.0
     inputs: float = 0.0
     ring: float = 0.0
@@ -93,7 +98,7 @@ def ours(width: int, precision: str) -> Regime:
 MEGATRON = Regime(
     widths=Widths(2, 4, 12), fused=True, regather=True, engine=False, overlap=0.0, cuts="even",
     behind=0.5, inputs=2.0, copies=2.0, rows=4.0, results=2.0, grouped=128 * 2.0**20, summed=8.0, ring=1.0,
-    released=True, reserve=96 * 2.0**20,
+    released=True, reserve=96 * 2.0**20, update=46.0, checked=8.0, averaged=8.0, core=True,
 )  # fmt: skip
 """Megatron-LM with Transformer Engine: bf16 weights, fp32 gradients and optimizer, fused kernels.
 
@@ -106,6 +111,10 @@ sent and as they come back, under names of its own (``moe/moe_layer.py``, ``cust
 shared expert's result and the sum. cuBLAS has 32 MiB for torch and for TE each, grouped products four times as much
 (``get_multi_stream_cublas_workspace``); the last 32 MiB and the ring's second tensor of queries' size are what B200
 rows of SimuMax show (benchmarks/data).
+
+A step sets gradients to 0, looks for NaN in them and divides them by the data ranks (``distributed/
+param_and_grad_buffer.py``), takes their norm and clips them (``optimizer/clip_grads.py``), updates (Adam reads four
+fp32 numbers and writes three), and copies parameters to bf16: 4, 4, 8, 4, 8, 28 and 6 bytes.
 
 Grouped products read and write the fp32 gradients that they add to, besides their flops: so SimuMax measured them on
 B200 (``configs/system/b200_bf16_ceperm.json``, stage ``bwd_grad_w``).

@@ -196,7 +196,9 @@ class Group(Work):
         ends = self.spread(r.workspace * result) + r.inputs * self.spread(taken) * (1 + (tp > 1) * (1 + 1 / tp))
         blocks = self.times[1:-1]
         wide, hidden = self.most([t.rows[0] for t in blocks]), self.most([t.hidden for t in blocks])
-        again = np.where(self.c.recompute > 0, self.most([t.activations["none"] for t in blocks]), 0.0)
+        kept = self.most([t.activations["none"] for t in blocks])
+        some = self.most([t.scores for t in blocks]) if r.core else kept
+        again = np.where(self.c.recompute == 2, kept, np.where(self.c.recompute == 1, some, 0.0))
         back = np.zeros(1)
         if r.inputs:
             back = np.maximum(hidden + 2 * r.inputs * wide, (tp > 1) * (2 * (tp + 1) * hidden - r.inputs * wide))
@@ -227,6 +229,8 @@ class Group(Work):
         one needs its result.
         """
         policies = [self.on(lambda t, p=p: t.activations[p]) for p in POLICIES]
+        if self.regime.core:
+            policies[1] = policies[0] - self.on(lambda t: t.scores)
         rings = self.regime.ring * self.on(lambda t: t.heads[0]) * (self.c.sizes["cp"] > 1) * (self.c.recompute < 2)
         ends = (self.counts[:, 0] > 0) * 1.0 - (self.counts[:, -1] > 0)
         sent = self.regime.released * self.ranked(ends) * self.most([t.hidden for t in self.times[1:-1]])
