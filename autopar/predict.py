@@ -153,12 +153,28 @@ def _refused(error: AutoparError) -> dict[str, str]:
     return {**dict.fromkeys(COLUMNS, ""), "pred_error": " ".join(str(error).split())}
 
 
+def _sizes(row: Row, forms: Forms) -> dict[str, float]:
+    """Ranks along each axis. ``dp`` counts ranks that share out experts, unless only their product makes ``n_gpus``."""
+    sizes = {a: count(row, a, 1) for a in ("pp", "ep", "cp", "tp")}
+    model, every = sizes["pp"] * sizes["cp"] * sizes["tp"], number(row, "n_gpus", 0)
+    sizes["dp"] = count(row, "dp", max(every, 1) / model)
+    apart = sizes["dp"] * model * sizes["ep"] == every and sizes["ep"] > 1
+    if not apart:
+        sizes["dp"] = sizes["dp"] / sizes["ep"]
+    world = math.prod(sizes.values())
+    if every and world != every and sizes["dp"] == int(sizes["dp"]):
+        raise AutoparError("world-size", f"the axes make {world:g} ranks, n_gpus {every:g}")
+    if sizes["ep"] > 1 and not any(u.dispatches for u in forms.family.units):
+        raise AutoparError("no-experts", f"ep={sizes['ep']:g} of a model without experts")
+    stages, blocks = sizes["pp"] * count(row, "vp", 1), len(forms.family.order)
+    if stages > max(1, blocks):
+        raise AutoparError("too-many-stages", f"{stages:g} stages of {blocks} layers")
+    return sizes
+
+
 def _candidates(row: Row, regime: Regime, forms: Forms) -> Candidates:
     """The row's candidate, or one for each microbatch that divides the batch where it names none."""
-    sizes = {a: count(row, a, 1) for a in ("pp", "ep", "cp", "tp")}
-    sizes["dp"] = count(row, "dp", number(row, "n_gpus", 1) / math.prod(sizes.values()))
-    if sizes["ep"] > 1:
-        sizes["dp"] = sizes["dp"] / sizes["ep"]
+    sizes = _sizes(row, forms)
     data = sizes["dp"] * sizes["ep"]
     own = count(row, "gbs", data) / data
     if own != int(own) or sizes["dp"] != int(sizes["dp"]):
@@ -167,10 +183,15 @@ def _candidates(row: Row, regime: Regime, forms: Forms) -> Candidates:
         if not forms.family.allows(axis, int(sizes[axis])):
             raise AutoparError("indivisible-dim", f"{axis}={sizes[axis]:g} does not divide the model")
     rows = [count(row, "mbs", 1)] if row.get("mbs") else [n for n in (1, 2, 4, 8, 16) if own % n == 0]
+    if own % rows[0]:
+        raise AutoparError("indivisible-batch", f"{own:g} rows of a data rank in microbatches of {rows[0]:g}")
     virtual = count(row, "vp", 1)
     schedule = "interleaved" if virtual > 1 else "1f1b"
-    policy = next((p for p in POLICIES if row.get("recompute", "").lower().startswith(p)), "none")
+    policy = next((p for p in POLICIES if (row.get("recompute") or "none").lower().startswith(p)), None)
     zero = number(row, "zero_stage", 3 if regime.engine else float(data > 1))
+    if policy is None or zero not in (0, 1, 2, 3):
+        said = f"recompute {row.get('recompute')!r}" if policy is None else f"zero_stage {zero:g}"
+        raise AutoparError("unpriced-strategy", f"{said} has no price", f"one of {', '.join(POLICIES)}; stages 0 to 3")
     constant: dict[str, Any] = {
         "zero": zero, "shard": 0, "recompute": POLICIES.index(policy), "schedule": SCHEDULES.index(schedule),
         "virtual": virtual, "offload": 0, "ulysses": 0,

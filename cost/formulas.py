@@ -24,6 +24,7 @@ HELD = {
     "sent": "of recompute=selective, results of collectives",
     "transient": "alive for a moment in the backward, tp > 1",
     "alone": "alive for a moment in the backward, tp = 1",
+    "scores": "kept by attention besides its inputs and result",
 }
 """What is held, by its name in ``Unit.activations``."""
 

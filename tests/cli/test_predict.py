@@ -138,6 +138,38 @@ def test_what_is_no_count_is_named(change):
     assert "[bad-number]" in found["pred_error"] and next(iter(change)) in found["pred_error"]
 
 
+@pytest.mark.parametrize(
+    ("change", "slug"),
+    [
+        ({"recompute": "sometimes"}, "unpriced-strategy"),
+        ({"zero_stage": "4"}, "unpriced-strategy"),
+        ({"n_gpus": "16"}, "world-size"),
+        ({"tp": "1", "dp": "4", "ep": "2"}, "no-experts"),
+        ({"pp": "4", "dp": "1"}, "too-many-stages"),
+        ({"vp": "2"}, "too-many-stages"),
+        ({"mbs": "3"}, "indivisible-batch"),
+    ],
+)
+def test_what_no_run_takes_is_refused(predictor, change, slug):
+    assert f"[{slug}]" in predictor.predict({**ROW, **change})["pred_error"]
+
+
+def test_a_fault_of_autopar_names_itself(monkeypatch, predictor):
+    def fails(*given):
+        raise ZeroDivisionError("float division by zero")
+
+    monkeypatch.setattr("autopar.predict.steps", fails)
+    found = predictor.predict(ROW)
+    assert "ZeroDivisionError: float division by zero [unpriced-row]" in found["pred_error"]
+    assert "report it" in found["pred_error"] and not found["pred_iter_time_s"]
+
+
+def test_dp_may_be_given_without_the_ranks_of_ep(predictor):
+    row = {**ROW, "model": "mixtral-8x7b", "arch": "moe", "n_layers": "2", "tp": "1", "pp": "1", "ep": "4", "mbs": "1"}
+    within, apart = (predictor.predict({**row, "dp": dp}) for dp in ("8", "2"))
+    assert not within["pred_error"] and within == apart
+
+
 def test_columns_that_are_missing_or_none_take_defaults():
     short = {k: v for k, v in ROW.items() if k not in ("recompute", "precision", "framework", "sp")}
     found = Predictor().predict({**short, "recompute": None, None: ["more"]})
