@@ -229,8 +229,8 @@ def test_the_last_stage_keeps_what_it_receives_and_the_gradient_of_its_head(pred
 def test_tensor_collectives_wait_where_stages_lie_on_several_nodes():
     row = {**ROW, "framework": "nanotron", "gpu": "H100 (EFA)", "tp": "2", "pp": "2", "mbs": "1", "gbs": "16"}
     near, far = (
-        float(Predictor().predict({**row, "dp": dp, "gbs": gbs, "gpus_per_node": "8"})["pred_iter_time_s"])
-        for dp, gbs in (("2", "16"), ("4", "32"))
+        float(Predictor().predict({**row, "dp": dp, "gbs": gbs, "n_gpus": gpus})["pred_iter_time_s"])
+        for dp, gbs, gpus in (("2", "16", "8"), ("4", "32", "16"))
     )
     assert far > 1.5 * near
 
