@@ -25,6 +25,7 @@ from autopar.strategy import Strategy
 WAYS = 4  # data ranks of the example
 LONGEST = 4096  # positions of the example: closed forms hold for any number
 Style = tuple[bool, bool]
+Families = dict[tuple[bool | None, Style], Family]
 PLAIN: Style = (False, False)
 
 
@@ -99,14 +100,17 @@ def families(
     loss: Loss | None = None,
     precision: str = "bf16",
     styles: Sequence[Style] = (PLAIN,),
-) -> dict[tuple[bool, Style], Family]:
+    alone: bool = False,
+) -> Families:
     """Families by (sequence parallelism, style), a style being (fused, regather) of ``cost.family.family``.
 
     The model is traced once, without weights. Where its layouts do not hold on two tensor ranks, the only family is
-    that of data parallelism. Raises AutoparError where the model cannot be traced.
+    that of data parallelism. ``alone``: that one always, too, as None; without conversions between them, more of the
+    ops of a fused style are neighbours. Raises AutoparError where the model cannot be traced.
     """
     machine = hardware or load(Strategy(precision=precision).hardware)
-    return families_on([machine], model, args, kwargs, loss=loss, precision=precision, styles=styles)[0]
+    given = {"loss": loss, "precision": precision, "styles": styles, "alone": alone}
+    return families_on([machine], model, args, kwargs, **given)[0]  # type: ignore[arg-type]
 
 
 def families_on(
@@ -118,10 +122,11 @@ def families_on(
     loss: Loss | None = None,
     precision: str = "bf16",
     styles: Sequence[Style] = (PLAIN,),
-) -> list[dict[tuple[bool, Style], Family]]:
+    alone: bool = False,
+) -> list[Families]:
     """``families`` on each of several profiles, of one trace."""
     sample = Sample.of(model, args, kwargs, loss=loss, precision=precision)
-    return [sample.families(machine, styles) for machine in machines]
+    return [sample.families(machine, styles, alone) for machine in machines]
 
 
 @dataclass(frozen=True)
@@ -147,23 +152,21 @@ class Sample:
             traced = trace_in(low, model, *inputs, mesh=mesh, loss=loss, train=model.training)
             return Sample(settle_outputs(traced.program), primes)
 
-    def families(self, machine: Hardware, styles: Sequence[Style] = (PLAIN,)) -> dict[tuple[bool, Style], Family]:
+    def families(self, machine: Hardware, styles: Sequence[Style] = (PLAIN,), alone: bool = False) -> Families:
         """See ``families``."""
         program, primes = only_loss(self.program), self.primes
         with uncollected():
             if any(n.target is ops.experts for _, graph in program.graphs() for n in graph.nodes):
                 primes = replace(primes, data=("dp", "ep"))
                 program = replace(program, mesh=Mesh.of({"dp": WAYS // 2, "ep": 2, "tp": 2}))
-            return _families(program, primes, Context(machine), styles)
+            return _families(program, primes, Context(machine), styles, alone)
 
 
-def _families(
-    program: Program, primes: Primes, context: Context, styles: Sequence[Style]
-) -> dict[tuple[bool, Style], Family]:
+def _families(program: Program, primes: Primes, context: Context, styles: Sequence[Style], alone: bool) -> Families:
     """Of a trace, with the layouts that a profile's prices choose."""
     parts = _in_parts(program, primes, context)
     rows = run(program, parse("data-parallel,expert-parallel"), context)
-    out = {}
+    out: Families = {}
     for sequence in (False, True) if primes.positions is not None else (False,):
         lowered = _lowered(rows, sequence, context)
         if lowered is None:
@@ -171,11 +174,12 @@ def _families(
         for fused, regather in styles:
             made = family(lowered, primes, sequence=sequence, fused=fused, regather=regather, parts=parts)
             out[sequence, (fused, regather)] = made
-    if not any(not sequence for sequence, _ in out):
-        alone = run(rows, parse("reshard"), context)
+    only = not any(sequence is False for sequence, _ in out)
+    if only or alone:
+        lowered = run(rows, parse("reshard"), context)
         for fused, regather in styles:
-            made = family(alone, primes, fused=fused, regather=regather, parts=parts)
-            out[False, (fused, regather)] = _only_data(made)
+            made = _only_data(family(lowered, primes, fused=fused, regather=regather, parts=parts))
+            out.update({(key, (fused, regather)): made for key in (False,) * only + (None,) * alone})
     return out
 
 

@@ -16,13 +16,12 @@ import torch
 from torch import nn
 
 from autopar.cost.candidates import SCHEDULES, Candidates
-from autopar.cost.closed import Family
 from autopar.cost.forms import POLICIES, Forms
 from autopar.cost.hardware import Hardware, load, names
 from autopar.cost.regime import COMPOSER, FSDP, MEGATRON, NANOTRON, Regime, Widths
 from autopar.cost.step import Steps, steps
 from autopar.errors import AutoparError
-from autopar.families import families
+from autopar.families import Families, families
 from autopar.presets.numbers import count, number, numbers
 
 Row = Mapping[str, str]
@@ -30,6 +29,8 @@ COLUMNS = (
     "pred_iter_time_s", "pred_tokens_per_s_per_gpu", "pred_model_tflops_per_gpu", "pred_mfu_pct",
     "pred_hw_tflops_per_gpu", "pred_peak_mem_gb", "pred_bubble_rate", "pred_error",
 )  # fmt: skip
+UNSCALED = 8.0
+"""Bytes of a pass over fp32 gradients that takes a loss scale out and finds overflows (Megatron-LM, optimizer.py)."""
 VARIANTS = {("a100-80g", 40): (1.555e12, 1.0), ("h100", 96): (2.4e12, 0.886)}
 """Bytes per second of a profile's variant with so many GB, and what its products reach of the profile's efficiency.
 
@@ -79,7 +80,7 @@ def regime_of(row: Row) -> Regime:
         known = replace(known, fused=row.get("compile", "").lower() in ("1", "true", "yes"))
         pure = "pure" in precision
         return replace(known, widths=Widths(2, 2, 4), reduce_width=2, update=14.0) if pure else known
-    return MEGATRON
+    return replace(MEGATRON, update=MEGATRON.update + UNSCALED) if "fp16" in precision else MEGATRON
 
 
 def as_run(machine: Hardware, regime: Regime) -> Hardware:
@@ -93,18 +94,19 @@ def as_run(machine: Hardware, regime: Regime) -> Hardware:
 class Predictor:
     """Families by architecture, made when a row first needs them."""
 
-    known: dict[tuple[Any, ...], dict[Any, Family]] = field(default_factory=dict)
+    known: dict[tuple[Any, ...], Families] = field(default_factory=dict)
 
-    def forms(self, row: Row, regime: Regime, sequence: bool) -> Forms:
-        """The closed forms of a row's model under its regime."""
+    def forms(self, row: Row, regime: Regime) -> Forms:
+        """The closed forms of a row's model under its regime, and of the layouts of its ``tp`` and ``sp``."""
         style = (regime.fused, regime.regather)
         key = (json.dumps(numbers(row), sort_keys=True), style)
         if key not in self.known:
             ids = torch.zeros(2, 4096, dtype=torch.int64, device="meta")
             kwargs = {"input_ids": ids, "labels": torch.zeros_like(ids)}
-            self.known[key] = families(model_of(row), (), kwargs, styles=[style])
-        found = self.known[key]
-        return Forms(found[sequence and (True, style) in found, style])
+            self.known[key] = families(model_of(row), (), kwargs, styles=[style], alone=True)
+        found, alone = self.known[key], number(row, "tp", 1) == 1
+        sequence = number(row, "sp", 1) == 1 and (True, style) in found
+        return Forms(found[None if alone else sequence, style])
 
     def price(self, row: Row) -> tuple[Steps, Candidates, Hardware]:
         """A row's step.
@@ -116,8 +118,7 @@ class Predictor:
             raise AutoparError("unpriced-precision", "matmuls in fp8 have no profile", "predict bf16 or fp16 runs")
         regime = regime_of(row)
         machine = as_run(machine_of(row), regime)
-        sequence = number(row, "tp", 1) > 1 and number(row, "sp", 1) == 1
-        forms = self.forms(row, regime, sequence)
+        forms = self.forms(row, regime)
         table = _candidates(row, regime, forms)
         found = steps(forms, machine, table, regime)
         fits = found.peak <= machine.memory_bytes
@@ -152,12 +153,28 @@ def _refused(error: AutoparError) -> dict[str, str]:
     return {**dict.fromkeys(COLUMNS, ""), "pred_error": " ".join(str(error).split())}
 
 
+def _sizes(row: Row, forms: Forms) -> dict[str, float]:
+    """Ranks along each axis. ``dp`` counts ranks that share out experts, unless only their product makes ``n_gpus``."""
+    sizes = {a: count(row, a, 1) for a in ("pp", "ep", "cp", "tp")}
+    model, every = sizes["pp"] * sizes["cp"] * sizes["tp"], number(row, "n_gpus", 0)
+    sizes["dp"] = count(row, "dp", max(every, 1) / model)
+    apart = sizes["dp"] * model * sizes["ep"] == every and sizes["ep"] > 1
+    if not apart:
+        sizes["dp"] = sizes["dp"] / sizes["ep"]
+    world = math.prod(sizes.values())
+    if every and world != every and sizes["dp"] == int(sizes["dp"]):
+        raise AutoparError("world-size", f"the axes make {world:g} ranks, n_gpus {every:g}")
+    if sizes["ep"] > 1 and not any(u.dispatches for u in forms.family.units):
+        raise AutoparError("no-experts", f"ep={sizes['ep']:g} of a model without experts")
+    stages, blocks = sizes["pp"] * count(row, "vp", 1), len(forms.family.order)
+    if stages > max(1, blocks):
+        raise AutoparError("too-many-stages", f"{stages:g} stages of {blocks} layers")
+    return sizes
+
+
 def _candidates(row: Row, regime: Regime, forms: Forms) -> Candidates:
     """The row's candidate, or one for each microbatch that divides the batch where it names none."""
-    sizes = {a: count(row, a, 1) for a in ("pp", "ep", "cp", "tp")}
-    sizes["dp"] = count(row, "dp", number(row, "n_gpus", 1) / math.prod(sizes.values()))
-    if sizes["ep"] > 1:
-        sizes["dp"] = sizes["dp"] / sizes["ep"]
+    sizes = _sizes(row, forms)
     data = sizes["dp"] * sizes["ep"]
     own = count(row, "gbs", data) / data
     if own != int(own) or sizes["dp"] != int(sizes["dp"]):
@@ -166,10 +183,15 @@ def _candidates(row: Row, regime: Regime, forms: Forms) -> Candidates:
         if not forms.family.allows(axis, int(sizes[axis])):
             raise AutoparError("indivisible-dim", f"{axis}={sizes[axis]:g} does not divide the model")
     rows = [count(row, "mbs", 1)] if row.get("mbs") else [n for n in (1, 2, 4, 8, 16) if own % n == 0]
+    if own % rows[0]:
+        raise AutoparError("indivisible-batch", f"{own:g} rows of a data rank in microbatches of {rows[0]:g}")
     virtual = count(row, "vp", 1)
     schedule = "interleaved" if virtual > 1 else "1f1b"
-    policy = next((p for p in POLICIES if row.get("recompute", "").lower().startswith(p)), "none")
+    policy = next((p for p in POLICIES if (row.get("recompute") or "none").lower().startswith(p)), None)
     zero = number(row, "zero_stage", 3 if regime.engine else float(data > 1))
+    if policy is None or zero not in (0, 1, 2, 3):
+        said = f"recompute {row.get('recompute')!r}" if policy is None else f"zero_stage {zero:g}"
+        raise AutoparError("unpriced-strategy", f"{said} has no price", f"one of {', '.join(POLICIES)}; stages 0 to 3")
     constant: dict[str, Any] = {
         "zero": zero, "shard": 0, "recompute": POLICIES.index(policy), "schedule": SCHEDULES.index(schedule),
         "virtual": virtual, "offload": 0, "ulysses": 0,

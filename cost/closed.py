@@ -15,7 +15,8 @@ class Kernel:
     """Work of one launch on one rank, forward and backward: flops, bytes moved.
 
     Args:
-        kind: matmul, attention or memory. dims: (m, n, k) of a matmul. dtype: name of that it computes in.
+        kind: matmul, attention, memory, or rows (memory, where rows are sorted). dims: (m, n, k) of a matmul, sizes of
+            a head's query and value of attention. dtype: name of that it computes in.
     """
 
     kind: str

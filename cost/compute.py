@@ -47,7 +47,8 @@ Shapes = Callable[[fx.Node], tuple[Value | None, ...]]
 class NodeCost:
     """Cost of one op on one rank. Flops and bytes; ``kind`` is matmul, attention, memory or free.
 
-    ``matmul`` holds (m, n, k) of each of the equal matmuls, on which efficiency depends.
+    ``matmul`` holds (m, n, k) of each of the equal matmuls, on which efficiency depends; of attention the sizes of a
+    head's query and value. ``beside``: bytes that launches of their own move, forward and backward.
     """
 
     flops: Number = 0
@@ -56,6 +57,7 @@ class NodeCost:
     backward_bytes: Number = 0
     kind: str = "free"
     matmul: tuple[Number, Number, Number] | None = None
+    beside: tuple[Number, Number] = (0, 0)
 
 
 FREE = NodeCost()
@@ -69,7 +71,7 @@ def words(text: str) -> frozenset[str]:
 
 _VIEWS = words(
     "view reshape _unsafe_view expand permute transpose t unsqueeze squeeze slice select split split_with_sizes chunk "
-    "unbind alias detach lift_fresh narrow flatten unflatten movedim swapaxes as_strided"
+    "unbind alias detach lift_fresh narrow flatten unflatten movedim swapaxes as_strided view_as_complex view_as_real"
 )
 
 
@@ -122,13 +124,14 @@ def seconds(cost: NodeCost, hardware: Hardware, dtype: torch.dtype) -> tuple[Num
     peak = hardware.flops_per_second(dtype)
     forward, backward = (peak, peak)
     if cost.kind == "attention":
-        forward, backward = (peak * e for e in hardware.attention_efficiency)
+        forward, backward = (peak * e for e in hardware.attention(cost.matmul or ()))
     elif cost.matmul is not None:
         forward = backward = peak * efficiency(cost.matmul, hardware)
     bandwidth = hardware.memory_bandwidth * hardware.memory_efficiency
+    rows = bandwidth * hardware.rows
     return (
-        maximum(cost.flops / forward, cost.bytes / bandwidth),
-        maximum(cost.backward_flops / backward, cost.backward_bytes / bandwidth),
+        maximum(cost.flops / forward, cost.bytes / bandwidth) + cost.beside[0] / rows,
+        maximum(cost.backward_flops / backward, cost.backward_bytes / bandwidth) + cost.beside[1] / rows,
     )
 
 
@@ -263,6 +266,7 @@ def _attention(node: fx.Node, shapes: Shapes) -> NodeCost:
     q, k, v = (_of(args[name], shapes) for name in ("q", "k", "v"))
     out = _of(node, shapes)
     square = product(q.shape[:-1]) * _keys(node, args, k)
+    heads = (q.shape[-1], v.shape[-1], 1)
     flops = 2 * square * (q.shape[-1] + v.shape[-1])
     moved = q.bytes + k.bytes + v.bytes + out.bytes
     for name in ("mask", "bias"):
@@ -270,12 +274,14 @@ def _attention(node: fx.Node, shapes: Shapes) -> NodeCost:
             moved = moved + _of(args[name], shapes).bytes
     if not dropout_of(args):
         flops = _seen(flops, args, _keys(node, args, k))
-        cost, back = NodeCost(flops, moved, ratio(5 * flops, 2), 2 * moved, "attention"), differentiable(node)
+        cost, back = NodeCost(flops, moved, ratio(5 * flops, 2), 2 * moved, "attention", heads), differentiable(node)
     else:
-        # Written and read once each: scores, probabilities, dropped probabilities; the mask is a byte an entry.
-        moved = moved + square * (6 * q.dtype.itemsize + 2)
-        cost, back = NodeCost(flops, moved, 2 * flops, 2 * moved, "attention"), differentiable(node)
-    return cost if back else NodeCost(cost.flops, cost.bytes, kind="attention")
+        # Written and read once each: scores, probabilities, dropped probabilities; the mask is a byte an entry. In the
+        # backward a product, the dropout and the softmax write a gradient each; six reads, and one of the mask.
+        size, back = q.dtype.itemsize, differentiable(node)
+        whole = 2 * moved + square * (9 * size + 1)
+        cost = NodeCost(flops, moved + square * (6 * size + 2), 2 * flops, whole, "attention", heads)
+    return cost if back else NodeCost(cost.flops, cost.bytes, kind="attention", matmul=heads)
 
 
 _MATMULS: dict[str, Callable[[fx.Node, Shapes], NodeCost]] = {

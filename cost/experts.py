@@ -61,33 +61,62 @@ def _value(node: fx.Node, shapes: Shapes) -> Value:
     return value
 
 
-def _widths(node: fx.Node, products: bool = False) -> Iterator[int]:
-    """Of what one row becomes on its way through an expert, whole; ``products``: only what a product makes or takes."""
+def _widths(node: fx.Node, fused: bool = False) -> Iterator[int]:
+    """Of what one row becomes on its way through an expert, whole.
+
+    ``fused``: only what a product takes, or makes for others.
+    """
     known = arguments(node)
     params = tuple(p.meta["spec"] for p in known["params"])
     graph = inside(known["body"], known["hidden"].meta["spec"], params)
     for op in graph.ops:
         spec = op.meta["spec"]
-        if isinstance(spec, Spec) and not is_view(op) and not (products and not _meets_product(op)):
+        if isinstance(spec, Spec) and not is_view(op) and not (fused and not _between_products(op)):
             yield prod(spec.shape[1:])
 
 
-def _meets_product(op: fx.Node) -> bool:
-    """Whether a product makes the value, or takes it."""
-    return op_name(op) in MATMULS or any(op_name(u) in MATMULS or (is_view(u) and _meets_product(u)) for u in op.users)
+def _between_products(op: fx.Node) -> bool:
+    """Whether a product takes the value, or makes it for others; no backward reads the result of all."""
+    made = op_name(op) in MATMULS and len(op.users) > 0
+    return made or any(op_name(u) in MATMULS or (is_view(u) and _between_products(u)) for u in op.users)
 
 
-def cost(node: fx.Node, shapes: Shapes) -> NodeCost:
-    """Grouped products of rows with the parameters of their experts; rows are sorted before and put back after."""
+def _traffic(node: fx.Node, fused: bool) -> tuple[int, int]:
+    """Elements of a row that an expert's products read and write, and that what stands between them does."""
+    known = arguments(node)
+    graph = inside(known["body"], known["hidden"].meta["spec"], tuple(p.meta["spec"] for p in known["params"]))
+    products = between = 0
+    for op in graph.ops:
+        spec = op.meta["spec"]
+        if not isinstance(spec, Spec) or is_view(op):
+            continue
+        made, width = op_name(op) in MATMULS, prod(spec.shape[1:])
+        touched = _between_products(op)
+        products += width * (made + (touched and not made))
+        between += width * touched if fused else 2 * width * (not made)
+    return products, between
+
+
+def cost(node: fx.Node, shapes: Shapes, fused: bool = False) -> NodeCost:
+    """Grouped products of rows with the parameters of their experts; rows are sorted before and put back after.
+
+    ``fused``: what stands between two products is one kernel, and rows are sorted as Megatron-LM does it: for the ranks
+    that they go to, for the experts of a rank, and back again (``moe/token_dispatcher.py``).
+    """
     rows = Rows.of(node, shapes)
-    inside_bytes = sum(rows.count * ratio(w, 1) * rows.share * rows.itemsize * 2 for w in _widths(node))
-    sorting = 2 * rows.count * (rows.hidden + rows.out) * rows.itemsize
-    moved = inside_bytes + sorting + sum(p.bytes for p in rows.params)
+    both, (products, between) = rows.hidden + rows.out, _traffic(node, fused)
+    own = rows.count * rows.itemsize
+    moved = own * (both + products * rows.share) + sum(p.bytes for p in rows.params)
+    sorting = 2 * own * both
+    if fused:
+        sorting = 3 * own * both + _value(tensor_args(node)[0], shapes).bytes + _value(node, shapes).bytes
+    beside = sorting + own * between * rows.share
     matrices = [p for p in rows.params if len(p.shape) > 2]
     widest = max(matrices, key=lambda p: float(prod(1 if not isinstance(n, int) else n for n in p.shape)))
     dims = (ratio(rows.count, widest.shape[0]), widest.shape[1], widest.shape[2])
     times = 2 if differentiable(node) else 0
-    return NodeCost(rows.flops, moved, times * rows.flops, times * moved, "matmul", dims)
+    back = (times // 2 if fused else times) * sorting + times * (beside - sorting)
+    return NodeCost(rows.flops, moved, times * rows.flops, times * moved, "matmul", dims, (beside, back))
 
 
 def kept(node: fx.Node, shapes: Shapes, fused: bool = False) -> Number:

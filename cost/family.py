@@ -207,7 +207,7 @@ def _unit(
     work = tuple((times, kernel) for kernel, times in count.items() if times)
     sent = tuple(sorted((replace(m, calls=n) for m, n in messages.items()), key=str))
     passed = tuple(sorted((replace(c, calls=n) for c, n in copied.items()), key=str))
-    held = {name: kept[name] for name in ("none", "selective", "full", "again", "sent", "transient", "alone")}
+    held = {name: kept[name] for name in ("none", "selective", "full", "again", "sent", "scores", "transient", "alone")}
     rows = experts.dispatches((n for _, nodes, _ in runs for n in nodes), shapes)
     return Unit(name, calls, work, sent, parameters, held, kept["hidden"], (heads[0], heads[1]), rows, passed)
 

@@ -11,14 +11,14 @@ from autopar.cost.balance import even_starts, filled_starts
 from autopar.cost.closed import Family, Kernel, Unit
 from autopar.cost.hardware import Hardware
 from autopar.cost.links import Links
-from autopar.cost.polynomials import Array, Polynomials
+from autopar.cost.polynomials import Array, Expression, Polynomials
 from autopar.cost.price import BACKWARD, FORWARD
 from autopar.cost.schedule import placement
 
 Points = Mapping[str, Array]
 _ALONE: dict[str, Any] = {"b": 1.0, "s": 4096.0, "tp": 1.0, "cp": 1.0, "ep": 1.0, "dp": 1.0}
 POLICIES = ("none", "selective", "full")
-MOMENTS = ("transient", "alone")
+MOMENTS = ("transient", "alone", "scores")
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,11 @@ class UnitTimes:
         activations: bytes by policy of recomputation. hidden: bytes passed on.
         heads: bytes of (queries, keys and values). parameters: elements by data axes.
         attention: seconds of it, (forward, backward). rows: elements of the widest matmul's result, and of its input.
-        matrices: elements of the products' right factors, of an expert's as of one.
+        matrices: elements of the products' right factors by their sizes, of an expert's as of one.
         dispatches: bytes of rows on their way to experts, by the axis that they travel along.
         gathered: bytes of what is gathered again in the backward.
-        moment: bytes that a backward holds for a moment (``cost.transient``).
+        moment: bytes that a backward holds for a moment (``cost.transient``). scores: what attention keeps besides its
+            inputs and result.
         once: as ``messages``, of what inputs alone make: sent once in a step, whatever its microbatches.
     """
 
@@ -51,11 +52,12 @@ class UnitTimes:
     parameters: dict[str, Array]
     attention: tuple[Array, Array]
     rows: tuple[Array, Array]
-    matrices: Array
+    matrices: "dict[tuple[Expression, ...], Array]"
     dispatches: dict[str, Array]
     gathered: Array
     once: dict[tuple[str, str], Array]
     moment: Array
+    scores: Array
 
     def at(self, where: slice) -> "UnitTimes":
         """Some of the points."""
@@ -68,6 +70,12 @@ class UnitTimes:
             return value[where] if np.ndim(value) and np.shape(value)[0] > 1 else value
 
         return UnitTimes(**{name: some(value) for name, value in vars(self).items()})
+
+    @property
+    def experts(self) -> Array:
+        """Elements of the experts' parameters of a call: those whose gradients no sum over ep takes."""
+        zero: Array = np.zeros(1)
+        return self.parameters.get("dp", zero) if self.dispatches else zero
 
     @property
     def weight(self) -> Array:
@@ -167,7 +175,8 @@ class UnitForms:
         work = self._kernels(points).reshape(count, 7, -1) if count else np.zeros((0, 7, 1))
         zero = np.zeros(np.broadcast_shapes(*(np.shape(p) for p in points.values())))
         forward, backward, again = zero.copy(), zero.copy(), zero.copy()
-        widest, matrices, tail = (zero.copy(), zero.copy()), zero.copy(), zero
+        widest, tail = (zero.copy(), zero.copy()), zero
+        matrices: dict[tuple[Expression, ...], Array] = {}
         flops, attention = [zero.copy(), zero.copy()], [zero.copy(), zero.copy()]
         context = 1.0 if self.own else points["cp"]
         for (times, kernel), row in zip(self.unit.kernels, work):
@@ -179,7 +188,8 @@ class UnitForms:
                 attention[way] += times * seconds[way] * (kernel.kind == "attention")
             if kernel.kind == "matmul":
                 widest = np.maximum(widest[0], row[4] * row[5]), np.maximum(widest[1], row[4] * row[6])
-                matrices += times * row[5] * row[6]
+                sizes = kernel.dims[1:] if kernel.dims else ()
+                matrices[sizes] = matrices.get(sizes, zero) + times * row[5] * row[6]
                 tail = seconds[0]
             turns = context if kernel.kind == "attention" else 1
             flops[0] += times * row[0] * turns
@@ -188,13 +198,13 @@ class UnitForms:
         forward, backward = forward + copied[FORWARD], backward + copied[BACKWARD]
         held = self._held(points)
         sent = self._sent(points, links)
-        kept, elements = held[:8], dict(zip(self.unit.parameters, held[8:]))
-        rows = dict(zip(self.unit.dispatches, held[8 + len(elements) :]))
+        kept, elements = held[:9], dict(zip(self.unit.parameters, held[9:]))
+        rows = dict(zip(self.unit.dispatches, held[9 + len(elements) :]))
         moment: Array = np.where(points["tp"] > 1, kept[6], kept[7])
         return UnitTimes(
             forward, backward, again, tail, sent[False], (flops[0], flops[1]),
             dict(zip(POLICIES, kept[:3])), kept[3], (kept[4], kept[5]), elements, (attention[0], attention[1]), widest,
-            matrices, rows, self._again(points), sent[True], moment,
+            matrices, rows, self._again(points), sent[True], moment, kept[8],
         )  # fmt: skip
 
     def _again(self, points: Points) -> Array:
@@ -235,8 +245,10 @@ def kernel_seconds(kernel: Kernel, row: Array, hardware: Hardware, context: Any)
     moved = row[2] / bandwidth, row[3] / bandwidth
     if kernel.kind == "memory":
         return moved[0], moved[1]
+    if kernel.kind == "rows":
+        return moved[0] / hardware.rows, moved[1] / hardware.rows
     if kernel.kind == "attention":
-        rates = [peak * e for e in hardware.attention_efficiency]
+        rates = [peak * e for e in hardware.attention([float(size.max()) for size in row[4:6]])]
         return np.maximum(row[0] * context / rates[0], moved[0]), np.maximum(row[1] * context / rates[1], moved[1])
     rate = peak * hardware.matmul_efficiency * np.prod(row[4:] / (row[4:] + hardware.matmul_half), axis=0)
     return np.maximum(row[0] / rate, moved[0]), np.maximum(row[1] / rate, moved[1])

@@ -24,6 +24,7 @@ HELD = {
     "sent": "of recompute=selective, results of collectives",
     "transient": "alive for a moment in the backward, tp > 1",
     "alone": "alive for a moment in the backward, tp = 1",
+    "scores": "kept by attention besides its inputs and result",
 }
 """What is held, by its name in ``Unit.activations``."""
 
@@ -57,7 +58,7 @@ def terms(unit: Unit) -> dict[str, Number]:
     made: Any = _symbolic(unit)
     for count, kernel in made.kernels:
         for part, flops, moved in zip(("forward", "backward"), kernel.flops, kernel.bytes):
-            if kernel.kind != "memory":
+            if kernel.kind not in ("memory", "rows"):
                 keys = AXES["cp"] if kernel.kind == "attention" else 1  # those of all its ranks
                 out[f"{kernel.kind} flops, {part}"] += count * keys * flops
             out[f"memory traffic, {part}"] += count * moved

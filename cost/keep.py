@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.cost.compute import Shapes, bound, differentiable, node_cost
+from autopar.cost.compute import ATTENTIONS, Shapes, bound, differentiable, node_cost
 from autopar.cost.kernels import fusion, kept
 from autopar.cost.memory import moves_nothing, owner_of, saved, storage
 from autopar.cost.symbols import Number
@@ -25,8 +25,9 @@ def keeps(
 ) -> dict[str, dict[str, Number]]:
     """By unit: bytes of one call under "none", "selective" and "full" recompute, and "hidden", what it passes on.
 
-    Also "again": what selective recomputation makes again; "sent": what it keeps of collectives' results; "transient"
-    and, on one tensor rank, "alone": see ``cost.transient``, 0 where fused.
+    Also "again": what selective recomputation makes again; "sent": what it keeps of collectives' results; "scores":
+    what attention keeps besides its inputs and result; "transient" and, on one tensor rank, "alone": see
+    ``cost.transient``, 0 where fused.
 
     Args:
         sides: "first" or "last" of each node of the outer graph, which never recomputes.
@@ -39,7 +40,9 @@ def keeps(
         block = program.blocks.get(unit)
         nodes = [n for n, side in sides.items() if side == unit] if block is None else list(block.graph.nodes)
         moments = {name: 0 if fused else transient(nodes, shapes, several) for name, several in TRANSIENT.items()}
-        out[unit] = {"none": own, "selective": own, "full": own, "hidden": 0, "again": 0, "sent": 0, **moments}
+        scores = sum(saved(n, shapes).extra for n in nodes if n.target in ATTENTIONS)
+        out[unit] = {"none": own, "selective": own, "full": own, "scores": scores, **moments}
+        out[unit] |= {"hidden": 0, "again": 0, "sent": 0}
     for name, block in program.blocks.items():
         results: Any = block.graph.output_node().args[0]
         passed = sum(_bytes(n, shapes) for n in results if isinstance(n, fx.Node) and differentiable(n))

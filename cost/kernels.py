@@ -7,19 +7,20 @@ That is what norms, rotary embeddings, gated activations and losses are in train
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
 from torch import fx
 
 from autopar.cost import experts
 from autopar.cost.closed import Kernel
-from autopar.cost.compute import Shapes, differentiable, is_view, node_cost, op_name
+from autopar.cost.compute import ATTENTIONS, Shapes, differentiable, is_view, node_cost, op_name
 from autopar.cost.hardware import dtype_name
 from autopar.cost.memory import Saved, moves_nothing, saved, storage
 from autopar.cost.program import work_dtype
 from autopar.cost.symbols import Number
 from autopar.ir import ops
-from autopar.ir.program import tensor_args
+from autopar.ir.program import Spec, specs, tensor_args
 
 
 def kernels(graph: fx.Graph, shapes: Shapes, fused: bool = False) -> list[tuple[fx.Node, Kernel]]:
@@ -35,10 +36,12 @@ def kernels(graph: fx.Graph, shapes: Shapes, fused: bool = False) -> list[tuple[
             if node is inside[-1]:
                 out.append((node, _fused(inside, shapes)))
             continue
-        cost = node_cost(node, shapes)
+        cost = experts.cost(node, shapes, fused) if node.target is ops.experts else node_cost(node, shapes)
         if cost.kind != "free":
             flops, moved = (cost.flops, cost.backward_flops), (cost.bytes, cost.backward_bytes)
             out.append((node, Kernel(cost.kind, flops, moved, cost.matmul, dtype_name(work_dtype(node)))))
+        if cost.beside != (0, 0):
+            out.append((node, Kernel("rows", (0, 0), cost.beside, None, dtype_name(work_dtype(node)))))
     return out
 
 
@@ -67,17 +70,38 @@ def fusion(graph: fx.Graph) -> Mapping[fx.Node, fx.Node]:
 
 
 def kept(node: fx.Node, shapes: Shapes, groups: Mapping[fx.Node, fx.Node]) -> Saved:
-    """What autograd keeps of ``node``, as ``memory.saved``; a fused kernel keeps what it reads, not its inside."""
+    """What autograd keeps of ``node``, as ``memory.saved``; a fused kernel keeps what it reads, not its inside.
+
+    A product casts again what was widened for it (Megatron-LM ``moe/moe_utils.py``, ``RouterGatingLinearFunction``).
+    Attention copies its part of a larger product, which is then let go of (``multi_latent_attention.py``).
+    """
     own = saved(node, shapes)
     if node.target is ops.experts and groups and own.extra != 0:
         return Saved(own.values, experts.kept(node, shapes, fused=True))
+    if groups and node.target in ATTENTIONS:
+        parts = [v for v in own.values if _elements(v) < _elements(storage(v))]
+        return Saved(tuple(v for v in own.values if v not in parts), own.extra + sum(_bytes(v, shapes) for v in parts))
     if node not in groups:
-        return own
+        return Saved(tuple(map(_narrow, own.values)), own.extra) if groups else own
     values: list[fx.Node] = []
     logits = tensor_args(node)[:1] if node.target is ops.token_loss else []
     for value in (*own.values, *logits):
         values += _outside(value, groups[node], groups)
     return Saved(tuple(dict.fromkeys(values)))
+
+
+def _elements(node: fx.Node) -> int:
+    return sum(prod(s.shape) for s in specs(node) if isinstance(s, Spec))
+
+
+def _narrow(value: fx.Node) -> fx.Node:
+    """What a value was cast from, where that takes less memory."""
+    source = storage(value)
+    if op_name(source) not in ("_to_copy", "to"):
+        return value
+    taken = tensor_args(source)[0]
+    wide, narrow = (specs(n)[0] for n in (source, taken))
+    return taken if wide is not None and narrow is not None and narrow.dtype.itemsize < wide.dtype.itemsize else value
 
 
 def _outside(value: fx.Node, head: fx.Node, groups: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:

@@ -31,11 +31,16 @@ class Regime:
         wait: seconds that a collective of the tensor axis keeps the host for each of its ranks, where stages lie on
             several nodes.
         bucket: bytes of gradients or parameters in one collective of the data axes.
-        update: bytes moved for each parameter that a rank updates.
+        update: bytes moved for each parameter that a rank updates. checked: for each gradient that it has made, before
+            and behind that. averaged: the same where several ranks made it.
+        core: whether selective recomputation repeats attention, and all else is kept (arXiv:2205.05198, section 5).
         workspace: bytes an element of the last unit's widest result (logits) at its peak, beyond what is kept.
-        head: bytes an element of the last unit's parameters, whose gradient waits to be added.
         inputs: bytes an element of the gradients in a product's backward.
-        copies: bytes an element of the largest block's matrices, in flight.
+        copies: bytes an element of a rank's matrices, kept for gradients: once of each size.
+        rows: how often a forward has the rows that go to experts or come back, besides those that it keeps; where 0,
+            they are counted once, beside the fullest moment. results: how often a layer's result beside them.
+        grouped: bytes that grouped products keep. summed: bytes that they move for each element of an expert's
+            gradient, which they add to.
         ring: queries that attention keeps once more on several context ranks, as a multiple of their bytes.
         retries: seconds that the allocator takes in each microbatch to find memory where there is less than it wants.
         early: whether recomputation of a block stops before its last product, whose result nothing needs.
@@ -62,11 +67,17 @@ class Regime:
     wait: float = 0.0
     bucket: float = math.inf
     update: float = 30.0
+    checked: float = 0.0
+    averaged: float = 0.0
+    core: bool = False
     workspace: float = 0.0
-    head: float = 0.0
     inputs: float = 0.0
     ring: float = 0.0
     copies: float = 0.0
+    rows: float = 0.0
+    results: float = 0.0
+    grouped: float = 0.0
+    summed: float = 0.0
     retries: float = 0.0
     early: bool = False
     attention: float = 1.0
@@ -86,17 +97,27 @@ def ours(width: int, precision: str) -> Regime:
 
 MEGATRON = Regime(
     widths=Widths(2, 4, 12), fused=True, regather=True, engine=False, overlap=0.0, cuts="even",
-    behind=0.5, head=2.0, inputs=2.0, copies=2.0, ring=1.0, released=True,
-    reserve=96 * 2.0**20,
+    behind=0.5, inputs=2.0, copies=2.0, rows=4.0, results=2.0, grouped=128 * 2.0**20, summed=8.0, ring=1.0,
+    released=True, reserve=96 * 2.0**20, update=46.0, checked=8.0, averaged=8.0, core=True,
 )  # fmt: skip
 """Megatron-LM with Transformer Engine: bf16 weights, fp32 gradients and optimizer, fused kernels.
 
 What is alive for a moment is what their sources allocate. Logits' gradients take their place (TE ``cross_entropy.py``).
 A weight's gradient is added to the fp32 one by the product itself, yet one bf16 tensor of each weight's shape is handed
-to autograd: TE keeps them (``module/base.py``, ``get_dummy_wgrad``), the head's is made and freed. The backward of a
-column-parallel product has its input gathered again, the input's whole gradient, and its shard (Megatron-LM
-``tensor_parallel/layers.py``). cuBLAS has 32 MiB for torch and for TE each (``get_cublas_workspace_size_bytes``); the
-last 32 MiB and the ring's second tensor of queries' size are what B200 rows of SimuMax show (benchmarks/data).
+to autograd and kept, the head's as well (TE ``module/base.py``, ``get_dummy_wgrad``). The backward of a column-
+parallel product has its input gathered again, the input's whole gradient, and its shard (Megatron-LM
+``tensor_parallel/layers.py``). A layer of experts holds rows as they were sorted and as they came, results as they are
+sent and as they come back, under names of its own (``moe/moe_layer.py``, ``custom_forward`` and ``combine``), with the
+shared expert's result and the sum. cuBLAS has 32 MiB for torch and for TE each, grouped products four times as much
+(``get_multi_stream_cublas_workspace``); the last 32 MiB and the ring's second tensor of queries' size are what B200
+rows of SimuMax show (benchmarks/data).
+
+A step sets gradients to 0, looks for NaN in them and divides them by the data ranks (``distributed/
+param_and_grad_buffer.py``), takes their norm and clips them (``optimizer/clip_grads.py``), updates (Adam reads four
+fp32 numbers and writes three), and copies parameters to bf16: 4, 4, 8, 4, 8, 28 and 6 bytes.
+
+Grouped products read and write the fp32 gradients that they add to, besides their flops: so SimuMax measured them on
+B200 (``configs/system/b200_bf16_ceperm.json``, stage ``bwd_grad_w``).
 
 In a backward gathers and scatters run beside products (arXiv:2205.05198, section 4.2.2), which they slow: half of them
 counts. All of them would suit A100 rows better, none B200 ones."""

@@ -172,30 +172,44 @@ class Group(Work):
 
     def _held(self) -> dict[str, Array]:
         """Bytes of each rank by kind."""
-        work = self.regime.copies * self.most([t.matrices for t in self.times[1:-1]])
+        r = self.regime
         held = {**self.states(), "gathered": self._gathered()}
-        work = work + self._moment() + self.dispatches() + self.regime.reserve
-        if self.regime.moments:
+        routes = self.counts @ np.array([len(t.dispatches) > 0 for t in self.times], dtype=float)
+        work = self._moment() + r.reserve + r.grouped * self.ranked(routes > 0)
+        work = work + (0.0 if r.rows else self.dispatches())
+        if r.copies:
+            work = work + r.copies * self.matrices()
+        if r.moments:
             work = work + self.fullest(lambda t: t.moment)
         return {**held, "activations": self._activations(), "workspace": work}
 
     def _moment(self) -> Array:
-        """What a backward needs besides, at the fuller of two moments: in the last unit, or in a block.
+        """What a step needs besides, at the fullest of three moments: in the last unit, in a block, among experts.
 
-        In the last unit: gradients of its widest product's result, input and factor; where rows were gathered, they and
-        their gradient are there whole. In a block nothing of the last unit is left, and what recomputation made is.
+        In the backward of the last unit: gradients of its widest product's result and input; where rows were gathered,
+        they and their gradient are there whole. In a block's nothing of the last unit is left, and what recomputation
+        made is: the gradients of its result and of its two widest products' results, or, when those two let go of what
+        they kept, rows that were gathered again, and their gradient. In a forward, rows go to experts and come back
+        while neither has begun. Gradients that came from the next stage or went to the one before stay until others
+        take their names (Megatron-LM ``pipeline_parallel/schedules.py``).
         """
         r, (result, taken) = self.regime, self.times[-1].rows
         here = self.ranked(self.counts[:, -1]) > 0
-        whole = 1 + (self.c.sizes["tp"] > 1) * self.forms.family.sequence * (1 + 1 / self.c.sizes["tp"])
-        ends = self.spread(r.workspace * result + r.head * self.times[-1].weight)
-        ends = ends + r.inputs * self.spread(taken) * whole
+        tp = np.where(self.forms.family.sequence, self.c.sizes["tp"], 1.0)
+        ends = self.spread(r.workspace * result) + r.inputs * self.spread(taken) * (1 + (tp > 1) * (1 + 1 / tp))
         blocks = self.times[1:-1]
-        wide, narrow = self.most([t.rows[0] for t in blocks]), self.most([t.rows[1] for t in blocks])
-        inside = np.where(self.c.recompute > 0, self.most([t.activations["none"] for t in blocks]), 0.0)
-        inside = inside + 2 * r.inputs * wide + r.inputs * narrow * whole
-        left = self.spread(self.times[-1].activations["none"])
-        return np.where(here, np.maximum(ends, inside - left), inside)
+        wide, hidden = self.most([t.rows[0] for t in blocks]), self.most([t.hidden for t in blocks])
+        kept = self.most([t.activations["none"] for t in blocks])
+        some = self.most([t.scores for t in blocks]) if r.core else kept
+        again = np.where(self.c.recompute == 2, kept, np.where(self.c.recompute == 1, some, 0.0))
+        back = np.zeros(1)
+        if r.inputs:
+            back = np.maximum(hidden + 2 * r.inputs * wide, (tp > 1) * (2 * (tp + 1) * hidden - r.inputs * wide))
+        rows = self.dispatches()
+        rows = r.rows * rows + (rows > 0) * (r.results + r.released * ~here) * hidden
+        inside, left = again + np.maximum(back, rows), self.spread(self.times[-1].activations["none"])
+        after = r.released * self.ranked(self.first > 0)
+        return np.where(here, np.maximum(ends, inside - left), inside) + after * hidden
 
     def _gathered(self) -> Array:
         """Copies that a rank computes from: of all its units, at stage 3 of two of them.
@@ -214,12 +228,15 @@ class Group(Work):
     def _activations(self) -> Array:
         """Kept by the microbatches in flight.
 
-        A stage's result is counted for its input, as equal; the first one has that of its first unit, too.
+        A stage's result is counted for its input, as equal; the first one has that of its first unit, too, and the last
+        one needs its result.
         """
         policies = [self.on(lambda t, p=p: t.activations[p]) for p in POLICIES]
+        if self.regime.core:
+            policies[1] = policies[0] - self.on(lambda t: t.scores)
         rings = self.regime.ring * self.on(lambda t: t.heads[0]) * (self.c.sizes["cp"] > 1) * (self.c.recompute < 2)
-        sends = (self.counts[:, 0] > 0) & (self.counts[:, -1] == 0) & self.regime.released
-        sent = self.ranked(sends) * self.most([t.hidden for t in self.times[1:-1]])
+        ends = (self.counts[:, 0] > 0) * 1.0 - (self.counts[:, -1] > 0)
+        sent = self.regime.released * self.ranked(ends) * self.most([t.hidden for t in self.times[1:-1]])
         each = np.choose(self.c.recompute.astype(int)[None], policies) + rings - sent + self._late()
         if self.regime.moments:  # what a stage receives is its own, too
             each = each + np.where(self.ranked(self.first) > 0, self.spread(self.times[0].hidden), 0.0)

@@ -101,7 +101,10 @@ class Work:
         ops, inner, _ = self._launches()
         forward = self.on(lambda t: t.forward) + self.hardware.host * ops
         backward = self.on(lambda t: t.backward) + 2 * self.hardware.host * ops
-        again = self.on(lambda t: t.again, self.inner) + self.hardware.host * inner
+        if self.regime.summed:
+            backward = backward + self.on(lambda t: t.experts) * self.regime.summed / self.rate
+        again = self.on(lambda t: t.attention[0] if self.regime.core else t.again, self.inner)
+        again = again + self.hardware.host * inner
         stop = 1.0 if self.regime.early else 0.0
         whole = self.on(lambda t: t.forward - stop * t.tail, self.inner) + self.hardware.host * inner
         return forward, backward + again * self.selective + whole * self.full
@@ -272,6 +275,13 @@ class Work:
                 out = np.maximum(out, np.where(travels, self.spread(held), 0.0))
         return out
 
+    def matrices(self) -> Array:
+        """Elements of the products' right factors of each row, of equal ones as of one call's."""
+        sizes = list(dict.fromkeys(s for t in self.times for s in t.matrices))
+        return self.ranked(np.zeros(len(self.counts))) + sum(
+            self.fullest(lambda t, s=s: t.matrices.get(s, 0.0)) for s in sizes
+        )
+
     def states(self) -> dict[str, Array]:
         """Bytes of parameters, gradients and optimizer state; none where they lie in host memory.
 
@@ -303,8 +313,11 @@ class Work:
     def update(self) -> Array:
         """The optimizer's pass over what a rank updates; from host memory where that is where it lies."""
         bandwidth = np.where(self.c.offload == 1, HOST_BANDWIDTH, self.rate)
-        own = [e / np.where(self.c.zero > 0, self.share(g), 1.0) for g, e in self.elements().items()]
-        return np.sum(own, axis=0) * self.regime.update / bandwidth
+        r, moved = self.regime, np.zeros(1)
+        for group, elements in self.elements().items():
+            own = elements / np.where(self.c.zero > 0, self.share(group), 1.0)
+            moved = moved + own * r.update + elements * (r.checked + r.averaged * (self.ways(group) > 1))
+        return moved / bandwidth
 
 
 def axes_of(group: str) -> tuple[str, ...]:

@@ -58,10 +58,11 @@ def numbers(row: Mapping[str, str]) -> dict[str, Any]:
             "num_attention_heads": heads, "num_key_value_heads": keys, "vocab_size": vocab,
             "max_position_embeddings": LONGEST, "tie_word_embeddings": tied(row, layers, hidden, inner, keys / heads),
         }  # fmt: skip
+    dropped = 0.1 if "megatron" in row.get("framework", "").lower() else 0.0  # its default (arguments.py)
     return {
         "model_type": "gpt2", "n_layer": layers, "n_embd": hidden, "n_inner": inner, "n_head": heads,
         "vocab_size": vocab, "n_positions": LONGEST, "activation_function": "gelu",
-        "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
+        "embd_pdrop": dropped, "attn_pdrop": dropped, "resid_pdrop": dropped,
     }  # fmt: skip
 
 

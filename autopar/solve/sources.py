@@ -9,6 +9,7 @@ from torch import fx
 from autopar.ir import ops
 from autopar.ir.layout import Piece, Shard, plain_shard
 from autopar.ir.mesh import TIME, Mesh
+from autopar.ir.program import tensor_args
 from autopar.rules.arguments import arguments
 from autopar.rules.table import aten
 from autopar.solve.flow import Flow
@@ -21,6 +22,7 @@ PRODUCTS = frozenset(
         aten.embedding.default, ops.experts,
     }
 )  # fmt: skip
+ADDING = frozenset({aten.addmm.default, aten.baddbmm.default})
 MOVES = frozenset(
     {
         aten.reshape.default, aten.view.default, aten.transpose.int, aten.t.default, aten.permute.default,
@@ -70,7 +72,7 @@ def product_weights(flow: Flow) -> Weights:
     seen: set[int] = set()
     for node, _ in flow.ops:
         if node.target in PRODUCTS:
-            seen |= _behind(flow, node, arithmetic)
+            seen |= _behind(flow, node, arithmetic, factors(flow, node))
     held = frozenset(v for v in seen if flow.values[v].role == "param")
     return Weights(held, frozenset(seen & only - held))
 
@@ -88,15 +90,22 @@ def of_parameters(flow: Flow) -> tuple[set[int], set[int]]:
     return only, arithmetic
 
 
-def _behind(flow: Flow, node: fx.Node, arithmetic: Set[int] = frozenset()) -> set[int]:
-    """Values behind a node's inputs, through moves, block arguments and ``arithmetic``, up to parameters."""
+def factors(flow: Flow, node: fx.Node) -> list[int]:
+    """A product's inputs but for what it adds: a bias is whole where rows of a weight are shared out."""
+    known = arguments(node)
+    added = known.get("bias", known.get("self") if node.target in ADDING else None)
+    return [v for n, v in zip(tensor_args(node), flow.inputs(node)) if n is not added]
+
+
+def _behind(flow: Flow, node: fx.Node, arithmetic: Set[int] = frozenset(), inputs: list[int] | None = None) -> set[int]:
+    """Values behind a node's ``inputs``, all by default, through moves, block arguments and ``arithmetic``."""
     makers = flow.makers()
     feeds: dict[int, list[int]] = {}
     for g in flow.groups:
         for a in g.arguments:
             feeds.setdefault(a, []).append(g.value)
     seen: set[int] = set()
-    todo = flow.inputs(node)
+    todo = flow.inputs(node) if inputs is None else inputs
     while todo:
         v = todo.pop()
         if v in seen:

@@ -3,9 +3,10 @@
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ UNITS = {
     "ranks": 1.0,
 }
 
+WIDE = 128  # elements of a head, beyond which attention kernels work in smaller tiles
 HOST_MEMORY = 256e9  # bytes of host memory for a device, where a profile does not say
 
 _FOLDER = Path(__file__).parent
@@ -68,7 +70,8 @@ class Hardware:
         memory_bytes: capacity. memory_bandwidth: bytes per second, nominal; ``memory_efficiency`` of it is reached.
         matmul_efficiency: share of ``peak`` that a large matmul reaches.
         matmul_half: size of a dim at which a matmul reaches half of that, in elements (``compute.efficiency``).
-        attention_efficiency: share of ``peak`` that fused attention reaches, (forward, backward).
+        attention_efficiency: share of ``peak`` that fused attention reaches, (forward, backward); ``wide_heads``: share
+            of that where heads have more than 128 elements. rows: share of what memory reaches where rows are sorted.
         node: ranks that share the inner tier. ranks: of the whole cluster, 0 where not said.
         host: seconds that a rank spends on each op besides its work. unit: the same for each unit of parameters that an
             engine gathers or reduces. overlap: share of compute behind which collectives can hide.
@@ -91,7 +94,15 @@ class Hardware:
     host: float = 0.0
     unit: float = 0.0
     overlap: float = 1.0
+    wide_heads: tuple[float, float] = (1.0, 1.0)
+    rows: float = 1.0
     host_memory: float = math.inf
+
+    def attention(self, heads: Sequence[object]) -> tuple[float, float]:
+        """Share of peak that attention reaches, forward and backward; ``heads``: sizes of its queries and values."""
+        wide = any(isinstance(size, Real) and float(size) > WIDE for size in heads)
+        (forward, backward), share = self.attention_efficiency, self.wide_heads if wide else (1.0, 1.0)
+        return forward * share[0], backward * share[1]
 
     def flops_per_second(self, dtype: object) -> float:
         """Peak for a dtype or its name; complex as its parts, integers as fp32. Raises AutoparError ``no-peak``."""
@@ -180,6 +191,10 @@ def _number(entry: Mapping[str, Any]) -> float:
     return float(entry["value"]) * UNITS[entry["unit"]]
 
 
+def _share(raw: Mapping[str, Any], name: str) -> float:
+    return _number(raw[name]) if name in raw else 1.0
+
+
 def _tier(raw: Mapping[str, Any]) -> Tier:
     efficiency = {name: _number(entry) for name, entry in raw["efficiency"].items()}
     if "other" not in efficiency:
@@ -203,6 +218,8 @@ def _build(name: str, raw: Mapping[str, Any]) -> Hardware:
         node=int(_number(raw["node"])),
         inner=_tier(raw["inner"]),
         outer=_tier(raw["outer"]),
+        wide_heads=(_share(attention, "wide_forward"), _share(attention, "wide_backward")),
+        rows=_share(memory, "rows"),
         host=host.get("op", 0.0),
         unit=host.get("unit", 0.0),
         overlap=host.get("overlap", 1.0),

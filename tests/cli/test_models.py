@@ -11,9 +11,10 @@ from autopar.presets.table import aliases
 
 # Billions of parameters, as published with each model.
 PUBLISHED = {
-    "bert-base": 0.110, "bloom-7b1": 7.07, "deepseek-v3": 671, "falcon-7b": 6.92, "gemma2-9b": 9.24, "gpt2": 0.124,
-    "llama3-405b": 405.9, "llama3-70b": 70.6, "llama3-8b": 8.03, "mixtral-8x7b": 46.7, "neox-20b": 20.6,
-    "olmo2-7b": 7.30, "opt-6.7b": 6.66, "phi3-mini": 3.82, "qwen3-8b": 8.19, "t5-base": 0.223, "vit-base": 0.0866,
+    "bert-base": 0.110, "bloom-7b1": 7.07, "deepseek-v2": 235.7, "deepseek-v3": 671, "falcon-7b": 6.92,
+    "gemma2-9b": 9.24, "gpt2": 0.124, "llama3-405b": 405.9, "llama3-70b": 70.6, "llama3-8b": 8.03, "mixtral-8x7b": 46.7,
+    "neox-20b": 20.6, "olmo2-7b": 7.30, "opt-6.7b": 6.66, "phi3-mini": 3.82, "qwen3-8b": 8.19, "t5-base": 0.223,
+    "vit-base": 0.0866,
 }  # fmt: skip
 
 

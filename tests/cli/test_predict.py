@@ -18,6 +18,11 @@ ROW = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def predictor() -> Predictor:
+    return Predictor()
+
+
 def write(path: Path, rows: list[dict[str, str]]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
@@ -133,6 +138,38 @@ def test_what_is_no_count_is_named(change):
     assert "[bad-number]" in found["pred_error"] and next(iter(change)) in found["pred_error"]
 
 
+@pytest.mark.parametrize(
+    ("change", "slug"),
+    [
+        ({"recompute": "sometimes"}, "unpriced-strategy"),
+        ({"zero_stage": "4"}, "unpriced-strategy"),
+        ({"n_gpus": "16"}, "world-size"),
+        ({"tp": "1", "dp": "4", "ep": "2"}, "no-experts"),
+        ({"pp": "4", "dp": "1"}, "too-many-stages"),
+        ({"vp": "2"}, "too-many-stages"),
+        ({"mbs": "3"}, "indivisible-batch"),
+    ],
+)
+def test_what_no_run_takes_is_refused(predictor, change, slug):
+    assert f"[{slug}]" in predictor.predict({**ROW, **change})["pred_error"]
+
+
+def test_a_fault_of_autopar_names_itself(monkeypatch, predictor):
+    def fails(*given):
+        raise ZeroDivisionError("float division by zero")
+
+    monkeypatch.setattr("autopar.predict.steps", fails)
+    found = predictor.predict(ROW)
+    assert "ZeroDivisionError: float division by zero [unpriced-row]" in found["pred_error"]
+    assert "report it" in found["pred_error"] and not found["pred_iter_time_s"]
+
+
+def test_dp_may_be_given_without_the_ranks_of_ep(predictor):
+    row = {**ROW, "model": "mixtral-8x7b", "arch": "moe", "n_layers": "2", "tp": "1", "pp": "1", "ep": "4", "mbs": "1"}
+    within, apart = (predictor.predict({**row, "dp": dp}) for dp in ("8", "2"))
+    assert not within["pred_error"] and within == apart
+
+
 def test_columns_that_are_missing_or_none_take_defaults():
     short = {k: v for k, v in ROW.items() if k not in ("recompute", "precision", "framework", "sp")}
     found = Predictor().predict({**short, "recompute": None, None: ["more"]})
@@ -143,6 +180,7 @@ def test_a_model_that_a_preset_has_needs_no_numbers():
     fields = numbers({"model": "DeepSeek-V3(4 layers, 1 dense)", "arch": "moe-mla", "n_layers": "4"})
     assert (fields["num_hidden_layers"], fields["first_k_dense_replace"]) == (4, 1)
     assert fields["hidden_size"] == 7168 and "architectures" not in fields
+    assert numbers({"model": "DeepSeek-V2(4 layers)", "arch": "moe-mla"})["n_routed_experts"] == 160
     assert numbers({"model": "Llama3-8B"})["num_hidden_layers"] == 32
     with pytest.raises(AutoparError) as error:
         numbers({"model": "DeepSeek-V9(4 layers)", "n_layers": "4"})
@@ -159,11 +197,40 @@ def test_megatron_holds_what_its_sources_allocate():
     assert float(Predictor().predict(row)["pred_peak_mem_gb"]) == pytest.approx(28.29, rel=2e-3)
 
 
+@pytest.mark.parametrize(
+    ("model", "layout", "memory", "seconds"),
+    [
+        ("DeepSeek-V2(4 layers)", {"ep": "8", "dp": "8", "pp": "1", "gbs": "32"}, 45.63, 0.3666),
+        ("DeepSeek-V2(4 layers)", {"ep": "4", "dp": "4", "pp": "2", "gbs": "16"}, 44.70, 0.2821),
+        ("DeepSeek-V3(4 layers, 1 dense)", {"ep": "8", "dp": "8", "pp": "1", "gbs": "32"}, 104.30, 0.6032),
+        ("DeepSeek-V3(4 layers, 1 dense)", {"ep": "4", "dp": "4", "pp": "2", "gbs": "16"}, 114.00, 0.4522),
+    ],
+)
+def test_megatron_holds_rows_on_their_way_to_experts(predictor, model, layout, memory, seconds):
+    """Published: SimuMax docs/b200 @4dcaae5, GiB. Rows have four names, gradients are kept; sorting takes time."""
+    row = {
+        "model": model, "arch": "moe-mla", "seq_len": "4096", "gpu": "B200-SXM-180GB", "n_gpus": "8", "tp": "1",
+        "mbs": "1", "recompute": "none", "precision": "bf16", "framework": "Megatron-LM", **layout,
+    }  # fmt: skip
+    found = predictor.predict(row)
+    assert float(found["pred_peak_mem_gb"]) == pytest.approx(memory, rel=1e-3)
+    assert float(found["pred_iter_time_s"]) == pytest.approx(seconds, rel=0.1)
+
+
+def test_the_last_stage_keeps_what_it_receives_and_the_gradient_of_its_head(predictor):
+    """Published: 87.08 GiB (SimuMax docs/b200 @4dcaae5), with 16 heads of keys (``run_pretrain_llama3.sh``)."""
+    row = {
+        **ROW, "n_layers": "4", "hidden": "16384", "ffn_hidden": "53248", "heads": "128", "kv_heads": "16",
+        "vocab": "128256", "seq_len": "4096", "gpu": "B200-SXM-180GB", "tp": "1", "dp": "4", "mbs": "1", "gbs": "16",
+    }  # fmt: skip
+    assert float(predictor.predict(row)["pred_peak_mem_gb"]) == pytest.approx(87.08, rel=1e-3)
+
+
 def test_tensor_collectives_wait_where_stages_lie_on_several_nodes():
     row = {**ROW, "framework": "nanotron", "gpu": "H100 (EFA)", "tp": "2", "pp": "2", "mbs": "1", "gbs": "16"}
     near, far = (
-        float(Predictor().predict({**row, "dp": dp, "gbs": gbs, "gpus_per_node": "8"})["pred_iter_time_s"])
-        for dp, gbs in (("2", "16"), ("4", "32"))
+        float(Predictor().predict({**row, "dp": dp, "gbs": gbs, "n_gpus": gpus})["pred_iter_time_s"])
+        for dp, gbs, gpus in (("2", "16", "8"), ("4", "32", "16"))
     )
     assert far > 1.5 * near
 

@@ -43,7 +43,7 @@ def test_zero_states_are_table_one(stage, bytes_):
 def pipeline(p: int, m: int, schedule: str, virtual: int = 1, backward: float = 2.0, sent: float = 0.0):
     """A model of equal blocks whose ends cost nothing, on a pipeline whose messages have ``sent`` bytes."""
     work = Kernel("memory", (0, 0), (1e11, backward * 1e11), None, "float32")
-    policies = {"none": 7.0, "selective": 5.0, "full": 1.0, "transient": 0.0, "alone": 0.0}
+    policies = {"none": 7.0, "selective": 5.0, "full": 1.0, "transient": 0.0, "alone": 0.0, "scores": 0.0}
     end = dict.fromkeys(policies, 0.0)
     block = Unit("block", 1, ((1, work),), (), {}, policies, sent, (0, 0))
     first, last = (Unit(n, 1, (), (), {}, end, 0, (0, 0)) for n in ("first", "last"))

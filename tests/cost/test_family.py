@@ -140,6 +140,22 @@ def test_fused_kernels_keep_and_move_less(model):
     assert kept[0] > kept[1] > kept[2]
 
 
+def test_fused_layers_of_experts_keep_what_megatron_keeps():
+    """Latent attention, a router in float32 and experts: Megatron-LM 0.14 ``multi_latent_attention.py``, ``moe``."""
+    loaded = load("hf:deepseek-v3-tiny").model.train()
+    c, style = loaded.config, (True, True)
+    found = families(loaded, (), kwargs(2, 64), hardware=HARDWARE, styles=[style], alone=True)[None, style]
+    kept = Polynomials.of([found.units[2].activations["none"]])({"b": 1.0, "s": 1.0, "dp": 1.0, "ep": 1.0})
+    query, out = c.qk_nope_head_dim + c.qk_rope_head_dim, c.v_head_dim
+    attention = 2 * c.q_lora_rank + 2 * c.kv_lora_rank + c.qk_rope_head_dim
+    attention += c.num_attention_heads * (2 * query + 2 * out)
+    experts = c.num_experts_per_tok * (c.hidden_size + 3 * c.moe_intermediate_size)
+    experts += 3 * c.n_shared_experts * c.moe_intermediate_size
+    both = 2 * (4 * c.hidden_size + attention + experts) + 4 * c.num_attention_heads
+    router = 5 * 4 * c.n_routed_experts + 16 * c.num_experts_per_tok + 8 * c.qk_rope_head_dim
+    assert both <= float(kept[0]) <= both + router
+
+
 def test_a_family_is_of_the_example_that_its_primes_tell(model):
     primes = Primes.apart({n for p in model.parameters() for n in p.shape}, 64)
     ids = torch.zeros(primes.rows, 2 * primes.positions, dtype=torch.int64, device="meta")

@@ -4,7 +4,7 @@ from torch import nn
 
 from autopar.errors import AutoparError
 from autopar.ir import ops
-from autopar.ir.layout import I, Piece, Shard
+from autopar.ir.layout import I, P, Piece, Shard
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.pipeline import run
@@ -35,8 +35,17 @@ def test_no_weight_is_gathered(name):
     program = planned(name, "tp=2", f"{TP},reshard")
     for _, graph in program.graphs():
         for node in graph.nodes:
-            if node.target is ops.convert and "param" in node.args[0].meta:
+            if node.target is ops.convert and "param" in node.args[0].meta and node.args[3] != P:
                 assert not isinstance(node.args[2], Shard), node.format_node()
+
+
+def test_products_with_a_bias_are_column_and_row_products_too():
+    """One sum of a layer's result and no gather of what is inside; the bias is added on one rank (Megatron-LM)."""
+    program = planned("mlp", "tp=2", f"{TP},reshard")
+    down, bias = (kinds(program)[f"down.{n}"] for n in ("weight", "bias"))
+    assert isinstance(down, Shard) and down.dim == 1 and isinstance(bias, Shard)
+    moved = [n.args[2:4] for _, g in program.graphs() for n in g.nodes if n.target is ops.convert]
+    assert [dst for src, dst in moved if isinstance(src, Shard)] == [P] and (P, I) in moved
 
 
 def test_a_fused_weight_is_shared_out_in_segments():
@@ -129,5 +138,6 @@ def test_computed_weights_and_single_channels_are_shared_out_and_stay_so(module,
     program = run(trace(module, (x,), {}, mesh=Mesh.parse("tp=2"), loss=models.squares).program, f"{TP},reshard")
     weights = {n: p.layout["tp"] for n, p in program.params.items() if len(p.spec.shape) > 1}
     assert all(isinstance(t, Shard) for t in weights.values()), weights
-    gathers = [n for n in program.graph.nodes if n.target is ops.convert and isinstance(n.args[2], Shard)]
+    moved = [n for n in program.graph.nodes if n.target is ops.convert and isinstance(n.args[2], Shard)]
+    gathers = [n for n in moved if n.args[3] != P]  # a bias that is padded with zeros goes nowhere
     assert not any(n.args[0].meta["spec"].shape[0] != 2 for n in gathers), gathers  # of rows only, never of weights
