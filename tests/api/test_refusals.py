@@ -302,6 +302,28 @@ def test_the_largest_of_all_rows_is_not_known_to_microbatches() -> None:
     assert raised.value.slug == "batch-coupled-loss"
 
 
+def test_inputs_do_not_reach_microbatches_whole_to_be_computed_in_each() -> None:
+    class Several(Centred):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = [self.one(x * n) for n in range(3)]
+            return sum((v - v.mean(0)).pow(2).sum() for v in y)
+
+    with pytest.raises(AutoparError) as raised:
+        autopar.parallelize(Several(), "dp=1", args=(torch.ones(4, 4),), strategy="microbatches=2")
+    assert raised.value.slug == "batch-coupled-loss"
+
+
+def test_an_op_without_a_rule_is_named_where_microbatches_meet_it() -> None:
+    class Filled(Centred):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.one(x)
+            return y.masked_scatter(y > 0, x).pow(2).sum()
+
+    with pytest.raises(AutoparError) as raised:
+        autopar.parallelize(Filled(), "dp=1", args=(torch.ones(4, 4),), strategy="microbatches=2")
+    assert raised.value.slug == "batch-coupled-loss" and "aten.masked_scatter.default has no" in raised.value.message
+
+
 def parts(wrapped: str) -> None:
     model: Any = seeded(Mlp)
     if wrapped == "ddp":
