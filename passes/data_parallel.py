@@ -3,13 +3,14 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from torch import fx
+from torch import fx, ops
 
 from autopar.errors import AutoparError
 from autopar.ir.layout import I, Layout, P, R, Shard, Type
 from autopar.ir.mesh import TIME, Mesh
 from autopar.ir.program import Form, Output, Program, tensor_args
 from autopar.passes.base import Context, Pass
+from autopar.rules.arguments import arguments
 from autopar.rules.relation import Assignment, Opaque
 from autopar.rules.strategies import strategies, talks
 from autopar.rules.table import relation
@@ -22,6 +23,7 @@ from autopar.solve.problem import Choices, Solution, conversions, solve
 from autopar.solve.sources import batch_shard, sources
 
 IMPOSSIBLE = 1e6  # µs: a conversion between microbatches, or what all of them would have to compute
+PLACED = (ops.aten.select.int, ops.aten.slice.Tensor, ops.aten.gather.default, ops.aten.embedding.default)
 WHOLE = 1e3  # µs: an op that could keep its rows but is computed on all of them
 
 
@@ -87,7 +89,7 @@ class DataParallel(Pass):
         for node, _ in flow.ops:
             rel = found.relations[node]
             every = (a for a in strategies(node, found.ports(flow, node), rel) if not clashes(node, a))
-            options[node] = [a for a in every if axis != TIME or not talks(rel, a)]
+            options[node] = [a for a in every if axis != TIME or not (talks(rel, a) or _placed(node, a))]
         left = shares(flow, _sizes(program.mesh))
         prices = op_prices(flow, context.hardware, program.mesh, axis, left)
 
@@ -146,6 +148,16 @@ def check_microbatches(program: Program) -> None:
 
 def _sizes(mesh: Mesh) -> dict[str, int]:
     return {**dict(mesh.axes), TIME: mesh.microbatches}
+
+
+def _placed(node: fx.Node, a: Assignment) -> bool:
+    """Whether what an op does to its share depends on which one it is: microbatches all run one program."""
+    if any(isinstance(t, Shard) and not t.even for t in (*a.inputs, *a.outputs)):
+        return True
+    if node.target not in PLACED or not isinstance(a.inputs[0], Shard):
+        return False
+    dim = arguments(node).get("dim", 0)  # of an embedding's table, its rows
+    return a.inputs[0].dim == dim % len(tensor_args(node)[0].meta["spec"].shape)
 
 
 def _in_time(diff: bool, src: Type, dst: Type) -> float:
