@@ -183,10 +183,14 @@ def _refuse_symbolic(node: fx.Node) -> None:
     sizes = [
         n for v in (val if isinstance(val, (list, tuple)) else (val,)) if isinstance(v, torch.Tensor) for n in v.shape
     ]
-    symbolic = isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) or any(
-        isinstance(s, torch.SymInt) and not s.node.is_constant() for s in sizes
-    )
-    if symbolic:
+    if any(isinstance(s, torch.SymInt) and not s.node.is_constant() for s in sizes):
+        raise AutoparError(
+            "data-dependent-control-flow",
+            f"{places.said(node.meta)}: how many elements {node.target} gives depends on tensor values",
+            "keep every row and weigh it: torch.where(mask, y, 0), (loss * mask).sum() / mask.sum(), ignore_index;"
+            " or pass the rows' numbers as an input; a layer of experts can be said by autopar.register_experts",
+        )
+    if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         raise AutoparError(
             "data-dependent-control-flow",
             f"{places.said(node.meta)}: {node.target} gives a number that depends on tensor values",
