@@ -3,15 +3,17 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from torch import fx
+from torch import fx, ops
 
 from autopar.errors import AutoparError
 from autopar.ir.layout import I, Layout, P, R, Shard, Type
 from autopar.ir.mesh import TIME, Mesh
 from autopar.ir.program import Form, Output, Program, tensor_args
 from autopar.passes.base import Context, Pass
-from autopar.rules.relation import Assignment
+from autopar.rules.arguments import arguments
+from autopar.rules.relation import Assignment, Opaque
 from autopar.rules.strategies import strategies, talks
+from autopar.rules.table import relation
 from autopar.solve.annotate import clash, clashes, layouts, shares, write
 from autopar.solve.candidates import Candidates, relations_of, spread
 from autopar.solve.fallback import report_opaque
@@ -20,7 +22,8 @@ from autopar.solve.prices import conversion_prices, op_prices
 from autopar.solve.problem import Choices, Solution, conversions, solve
 from autopar.solve.sources import batch_shard, sources
 
-IMPOSSIBLE = 1e6  # µs: a conversion between microbatches
+IMPOSSIBLE = 1e6  # µs: a conversion between microbatches, or what all of them would have to compute
+PLACED = (ops.aten.select.int, ops.aten.slice.Tensor, ops.aten.gather.default, ops.aten.embedding.default)
 WHOLE = 1e3  # µs: an op that could keep its rows but is computed on all of them
 
 
@@ -86,7 +89,7 @@ class DataParallel(Pass):
         for node, _ in flow.ops:
             rel = found.relations[node]
             every = (a for a in strategies(node, found.ports(flow, node), rel) if not clashes(node, a))
-            options[node] = [a for a in every if axis != TIME or not talks(rel, a)]
+            options[node] = [a for a in every if axis != TIME or not (talks(rel, a) or _placed(node, a))]
         left = shares(flow, _sizes(program.mesh))
         prices = op_prices(flow, context.hardware, program.mesh, axis, left)
 
@@ -95,7 +98,8 @@ class DataParallel(Pass):
             can = len(options[node]) > 2 and any(
                 isinstance(t, Shard) for o in options[node] for t in (*o.inputs, *o.outputs)
             )
-            return prices(node, a) + (WHOLE if can and not sharded else 0.0)
+            known = axis != TIME or not node.meta.get("diff")  # else each microbatch would do the work of all
+            return prices(node, a) + ((WHOLE if known else IMPOSSIBLE) if can and not sharded else 0.0)
 
         return Choices(
             types={v: self._types(program, flow, found, v, axis, shard) for v in sources(flow)},
@@ -146,6 +150,16 @@ def _sizes(mesh: Mesh) -> dict[str, int]:
     return {**dict(mesh.axes), TIME: mesh.microbatches}
 
 
+def _placed(node: fx.Node, a: Assignment) -> bool:
+    """Whether what an op does to its share depends on which one it is: microbatches all run one program."""
+    if any(isinstance(t, Shard) and not t.even for t in (*a.inputs, *a.outputs)):
+        return True
+    if node.target not in PLACED or not isinstance(a.inputs[0], Shard):
+        return False
+    dim = arguments(node).get("dim", 0)  # of an embedding's table, its rows
+    return a.inputs[0].dim == dim % len(tensor_args(node)[0].meta["spec"].shape)
+
+
 def _in_time(diff: bool, src: Type, dst: Type) -> float:
     """Steps cannot exchange values or gradients: only slices and kept-once terms are possible along ``mb``."""
     backward = diff and ((src == I and (dst == R or isinstance(dst, Shard))) or (src == R and dst == I))
@@ -163,7 +177,11 @@ def coupled(flow: Flow, value: int) -> AutoparError:
     node = flow.values[value].key[0]
     where = node.meta.get("module") or node.name
     line = f" ({node.meta['source']})" if node.meta.get("source") else ""
-    reads = (r.node for g in flow.groups if g.value == value for r in g.reads if r.kind == "op")
+    reads = [r.node for g in flow.groups if g.value == value for r in g.reads if r.kind == "op"]
+    unknown = [n for n in (node, *reads) if is_op(n) and isinstance(relation(n), Opaque)]
+    if unknown:
+        what = f"{where}{line}: {unknown[0].target} has no sharding rule, so a step cannot be split in microbatches"
+        return AutoparError("batch-coupled-loss", what, "use microbatches=1, or write it with ops that have a rule")
     readers = dict.fromkeys(str(n.meta.get("module") or n.name) for n in reads) or {"the output": None}
     others = [r for r in readers if r != where]
     read = f"what it gives to {', '.join(others)}" if others else "a value of it"

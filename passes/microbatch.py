@@ -7,19 +7,21 @@ loss is hoisted into a prologue, which runs once on all rows.
 """
 
 from dataclasses import dataclass, replace
+from itertools import count
 
 from torch import fx
 
 from autopar.ir import ops
-from autopar.ir.layout import P, Shard
+from autopar.ir.layout import P, Shard, Type
 from autopar.ir.mesh import TIME
-from autopar.ir.program import Input, Output, Program
+from autopar.ir.program import Input, Output, Program, Spec
 from autopar.passes.base import Context
 from autopar.passes.data_parallel import DataParallel, batch_dim, check_microbatches, coupled, start
 from autopar.solve.candidates import relations_of, spread
-from autopar.solve.flow import Flow, flow_of
-from autopar.solve.problem import conversions, solve
+from autopar.solve.flow import Flow, Read, flow_of, readers
+from autopar.solve.problem import Solution, conversions, solve
 from autopar.solve.sources import batch_shard, sources
+from autopar.trace.gradients import mark_differentiable
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,27 @@ def microbatch(program: Program, count: int, context: Context) -> Microbatched:
     """
     program = replace(program, mesh=replace(program.mesh, microbatches=count))
     check_microbatches(program)
-    places = _coupled(program.clone(), context)
-    if not places:
+    known = _coupled(program.clone(), context)
+    if not known:
         return Microbatched(None, program)
-    return Microbatched(_prologue(program.clone(), places), _main(program.clone(), places))
+    return Microbatched(_prologue(program.clone(), known), _main(program.clone(), known))
 
 
-def _coupled(program: Program, context: Context) -> list[int]:
-    """Places in the outer graph of the values that microbatches must know whole."""
+@dataclass(frozen=True)
+class _Known:
+    """A value that microbatches must know whole.
+
+    Args:
+        place: its position in the outer graph.
+        reads: (position, port) of those that read it whole; others go on reading a microbatch's part.
+    """
+
+    place: int
+    reads: tuple[tuple[int, int], ...]
+
+
+def _coupled(program: Program, context: Context) -> list[_Known]:
+    """The values of the outer graph that microbatches must know whole."""
     start(program)
     flow = flow_of(program)
     relations = relations_of(flow)
@@ -54,7 +69,21 @@ def _coupled(program: Program, context: Context) -> list[int]:
     found = spread(flow, relations, [(v, replace(shard, dim=d)) for v, d in dims.items() if d is not None])
     solution = solve(flow, DataParallel().choices(program, context, flow, found, TIME, shard))
     values = {v for v, src, dst in conversions(flow, solution) if isinstance(src, Shard) or src == P}
-    return sorted(_place(program, flow, v) for v in values)
+    return sorted((_known(program, flow, solution, v) for v in values), key=lambda k: k.place)
+
+
+def _known(program: Program, flow: Flow, solution: Solution, value: int) -> _Known:
+    place, nodes = _place(program, flow, value), {n: i for i, n in enumerate(program.graph.nodes)}
+
+    def wanted(read: Read) -> Type:
+        if read.kind == "op":
+            return solution.assignments[read.node].inputs[read.port]
+        if read.kind == "output":
+            return solution.outputs[read.port]
+        return solution.types[flow.at[program.blocks[str(read.node.target)].taken()[read.port], 0]]
+
+    reads = readers(program.graph, "")[flow.values[value].key]
+    return _Known(place, tuple((nodes[r.node], r.port) for r in reads if wanted(r) != solution.types[value]))
 
 
 def _place(program: Program, flow: Flow, value: int) -> int:
@@ -88,26 +117,38 @@ def _reads_parameters(node: fx.Node) -> bool:
     return False
 
 
-def _prologue(program: Program, places: list[int]) -> Program:
+def _prologue(program: Program, known: list[_Known]) -> Program:
     nodes = list(program.graph.nodes)
     out = nodes[-1]
-    out.args = (tuple(nodes[p] for p in places),)
-    program.outputs = tuple(Output("user", f"hoisted.{i}") for i in range(len(places)))
+    out.args = (tuple(nodes[k.place] for k in known),)
+    program.outputs = tuple(Output("user", f"hoisted.{i}") for i in range(len(known)))
     program.mesh = replace(program.mesh, microbatches=1)
     return _swept(program)
 
 
-def _main(program: Program, places: list[int]) -> Program:
+def _main(program: Program, known: list[_Known]) -> Program:
     nodes = list(program.graph.nodes)
     heads = [n for n in nodes if n.op == "placeholder"]
-    for i, p in enumerate(places):
+    for i, k in enumerate(known):
         with program.graph.inserting_after(heads[-1]):
             new = program.graph.placeholder(f"hoisted_{i}")
-        new.meta = {"spec": nodes[p].meta["spec"], "diff": False, "input": len(program.inputs), "module": ""}
+        new.meta = {"spec": nodes[k.place].meta["spec"], "diff": False, "input": len(program.inputs), "module": ""}
         heads.append(new)
-        nodes[p].replace_all_uses_with(new)
+        for at, port in k.reads:
+            _rewire(nodes[at], port, new)
         program.inputs = (*program.inputs, Input(f"hoisted.{i}", new.meta["spec"], None))
+    mark_differentiable(program.graph, program.params)
     return _swept(program)
+
+
+def _rewire(node: fx.Node, port: int, new: fx.Node) -> None:
+    """``node`` reads ``new`` at its ``port``, in the order of ``tensor_args``."""
+    ports = count()
+
+    def taken(a: fx.Node) -> fx.Node:
+        return new if isinstance(a.meta.get("spec"), Spec) and next(ports) == port else a
+
+    node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), taken)
 
 
 def _swept(program: Program) -> Program:

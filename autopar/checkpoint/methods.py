@@ -1,7 +1,7 @@
 """What a parallel module offers for checkpoints."""
 
 import os
-from typing import Any
+from typing import Any, NoReturn, Self
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -11,13 +11,34 @@ from autopar.checkpoint.load import load
 from autopar.checkpoint.safetensors import export
 from autopar.checkpoint.save import Saving, save
 from autopar.checkpoint.whole import full_state_dict
+from autopar.errors import AutoparError
 from autopar.runtime.heartbeat import Heart, guarded
 
 Folder = str | os.PathLike[str]
 
 
+class _Whole:
+    """What a module holds first of all, so that ``pickle`` meets it before anything else; it is copied as itself."""
+
+    def __copy__(self) -> "_Whole":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Whole":
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        why = "a parallel module cannot be pickled: it holds this process's programs and its part of every parameter"
+        raise AutoparError("pickled-module", why, "use pm.save(folder) and pm.load(folder), or pm.full_state_dict()")
+
+
 class Checkpoints:
     """Saving and loading from any mesh and strategy to any other. Every method is collective."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """A module whose first attribute says how to save it instead of pickling it."""
+        made = super().__new__(cls)
+        made.__dict__["_whole"] = _Whole()
+        return made
 
     _saving: Saving | None = None
     _heart: Heart | None = None  # tells of ranks that die

@@ -188,7 +188,7 @@ def _groups(flow: Flow) -> Iterator[Group]:
     for name, graph in flow.program.graphs():
         weight = max(1, len(flow.program.calls_of(name))) if name else 1
         found: dict[tuple[int, tuple[Read, ...], tuple[int, ...]], int] = {}
-        for key, reads in _readers(graph, name).items():
+        for key, reads in readers(graph, name).items():
             ops = tuple(r for r in reads if r.kind != "argument")
             bound = (heads[str(r.node.target)][r.port] for r in reads if r.kind == "argument")
             args = tuple(dict.fromkeys(flow.at[head, 0] for head in bound))
@@ -198,7 +198,7 @@ def _groups(flow: Flow) -> Iterator[Group]:
             yield Group(value, ops, times, args)
 
 
-def _readers(graph: fx.Graph, name: str) -> dict[Key, list[Read]]:
+def readers(graph: fx.Graph, name: str) -> dict[Key, list[Read]]:
     """What reads each value of the graph."""
     readers: dict[Key, list[Read]] = {}
     for node in graph.nodes:

@@ -50,6 +50,22 @@ def mul(b: Builder, x: fx.Node, y: Any) -> fx.Node:
     return b.emit(aten.mul.Tensor, x, y)
 
 
+@lowering(aten._conj.default)
+def _conj(b: Builder, x: fx.Node) -> fx.Node:
+    """Elements of their own: a collective would send what lies in memory."""
+    return b.emit(aten.conj_physical.default, x)
+
+
+@lowering(aten._neg_view.default)
+def _neg_view(b: Builder, x: fx.Node) -> fx.Node:
+    return b.emit(aten.neg.default, x)
+
+
+@lowering(aten.diagonal_copy.default)
+def _diagonal_copy(b: Builder, x: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1) -> fx.Node:
+    return b.emit(aten.diagonal.default, x, offset, dim1, dim2)
+
+
 @lowering(aten.matmul.default)
 def matmul(b: Builder, x: fx.Node, y: fx.Node) -> fx.Node:
     """A product with a matrix that was transposed is a ``linear``."""
@@ -158,6 +174,11 @@ def _largest(b: Builder, x: fx.Node, dim: Any = None, keepdim: bool = False) -> 
 @lowering(aten.amin.default, aten.min.default)
 def _smallest(b: Builder, x: fx.Node, dim: Any = None, keepdim: bool = False) -> fx.Node:
     return b.emit(aten.amin.default, x, dims_of(dim, len(shape(x))), keepdim)
+
+
+@lowering(aten.aminmax.default)
+def _aminmax(b: Builder, x: fx.Node, *, dim: Any = None, keepdim: bool = False) -> tuple[fx.Node, fx.Node]:
+    return _smallest(b, x, dim, keepdim), _largest(b, x, dim, keepdim)
 
 
 @lowering(aten.linalg_vector_norm.default)

@@ -21,6 +21,8 @@ END = 2**62  # a slice's end from here on means "to the end"
     aten.contiguous.default,
     aten.lift_fresh.default,
     aten.lift_fresh_copy.default,
+    aten.resolve_conj.default,
+    aten.resolve_neg.default,
 )
 def same(_: Builder, x: fx.Node, *__: Any, **___: Any) -> fx.Node:
     """Copies and aliases are the value itself in a functional graph."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._decomp import decomposition_table
 from torch.utils._pytree import tree_map_only
 
 from autopar.errors import AutoparError
@@ -34,6 +35,22 @@ KEPT = {  # composed by torch, but whole in the IR because a rule or a kernel kn
     aten.conv1d.default,
     aten.conv2d.default,
     aten.conv3d.default,
+}
+WRITTEN = {  # one kernel in torch, which also has them in ops that rules know: views, sums, sizes of the batch in none
+    aten.pixel_shuffle.default,
+    aten.pixel_unshuffle.default,
+    aten.channel_shuffle.default,
+    aten.rot90.default,
+    aten.addr.default,
+    aten.dist.default,
+    aten.nansum.default,
+    aten.trace.default,
+    aten.take.default,
+    aten.count_nonzero.default,
+    aten.count_nonzero.dim_IntList,
+    aten.diag_embed.default,
+    aten.block_diag.default,
+    aten.affine_grid_generator.default,
 }
 IGNORED = {"_assert_tensor_metadata", "_guards_fn", "_assert_async", "_assert_scalar", "sym_constrain_range"}
 DEVICE_KWARGS = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
@@ -114,6 +131,8 @@ def lower(build: Builder, target: Any, args: tuple[Any, ...], kwargs: dict[str, 
         return None
     if target in LOWERINGS:
         return LOWERINGS[target](build, *args, **kwargs)
+    if target in WRITTEN:
+        return _compose(build, decomposition_table[target], args, kwargs)
     if target not in KEPT and _is_composed(target):
         return _compose(build, target, args, kwargs)
     if torch.Tag.nondeterministic_seeded in target.tags:
@@ -164,10 +183,14 @@ def _refuse_symbolic(node: fx.Node) -> None:
     sizes = [
         n for v in (val if isinstance(val, (list, tuple)) else (val,)) if isinstance(v, torch.Tensor) for n in v.shape
     ]
-    symbolic = isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) or any(
-        isinstance(s, torch.SymInt) and not s.node.is_constant() for s in sizes
-    )
-    if symbolic:
+    if any(isinstance(s, torch.SymInt) and not s.node.is_constant() for s in sizes):
+        raise AutoparError(
+            "data-dependent-control-flow",
+            f"{places.said(node.meta)}: how many elements {node.target} gives depends on tensor values",
+            "keep every row and weigh it: torch.where(mask, y, 0), (loss * mask).sum() / mask.sum(), ignore_index;"
+            " or pass the rows' numbers as an input; a layer of experts can be said by autopar.register_experts",
+        )
+    if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         raise AutoparError(
             "data-dependent-control-flow",
             f"{places.said(node.meta)}: {node.target} gives a number that depends on tensor values",

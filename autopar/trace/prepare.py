@@ -17,6 +17,7 @@ from torch.distributions import Distribution
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autopar.ir.modules import once
+from autopar.trace.branches import both_branches
 from autopar.trace.experts import Candidates, single_nodes
 from autopar.trace.watch import plain_modes
 
@@ -36,6 +37,7 @@ def prepared(
         stack.enter_context(_no_checkpoint(checkpoints))
         stack.enter_context(_no_fastpath())
         stack.enter_context(plain_modes())
+        stack.enter_context(both_branches(model))
         stack.enter_context(_cumulative_norms(model))
         stack.enter_context(_unchecked_distributions())
         stack.enter_context(_unchecked_losses())

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy
 import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
@@ -300,7 +301,7 @@ class Listing(TorchFunctionMode):
         if func is Tensor.tolist:
             return self.witness.look(args[0])
         if func in (Tensor.numpy, Tensor.__array__):
-            raise Unrecognized("Python takes a tensor for an array")
+            return numpy.array(self.witness.look(args[0]), dtype=str(args[0].dtype).removeprefix("torch."))
         return func(*args, **(kwargs or {}))
 
 

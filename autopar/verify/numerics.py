@@ -124,7 +124,7 @@ class _Bench:
         self.rows = tuple(len(t) for t in torch.arange(total).tensor_split(sizes.data_size))
         args0, kwargs0 = structure.unflatten(self.cut(0))
         self.plain = trace(
-            model, args0, kwargs0, mesh=sizes, rows=self.rows, loss=loss, batch_dims=batch_dims, train=model.training
+            model, args0, kwargs0, mesh=sizes, rows=self.rows, loss=loss, batch_dims=self.dims, train=model.training
         )
         self.plain.program = settle_outputs(self.plain.program)
         self.notes = [*self.plain.notes]
@@ -132,7 +132,7 @@ class _Bench:
         self.faithful = self._trace_errors(structure, loss)
         self.traced = quiet(self.plain)
         if fp64:
-            self.model, self.traced = self.model.double(), widen(self.traced)
+            self.model, self.traced = self.model._apply(lambda t: t.to(WIDE.get(t.dtype, t.dtype))), widen(self.traced)
             self.inputs = [t.to(WIDE.get(t.dtype, t.dtype)) for t in self.inputs]
         if sizes.size("pp") > 1 and not any(o.kind == "loss" for o in self.plain.program.outputs):
             why = f"mesh {sizes}: the model has no loss, and only a training step of a pipeline has gradients"
@@ -330,6 +330,7 @@ def relative(got: Tensor | None, want: Tensor | None, least: float = 0.0) -> flo
         return float("inf")
     if want.numel() == 0:
         return 0.0
+    got, want = (torch.view_as_real(t) if t.is_complex() else t for t in (got.resolve_conj(), want.resolve_conj()))
     got, want = got.detach().to(torch.float64), want.detach().to(torch.float64)
     if bool((torch.isfinite(got) != torch.isfinite(want)).any()):
         return float("inf")

@@ -1,5 +1,8 @@
 """What parallelize and the module refuse: one clear error, on every rank, and never a hang."""
 
+import copy
+import io
+import pickle
 import re
 from dataclasses import fields
 from types import SimpleNamespace
@@ -300,6 +303,48 @@ def test_the_largest_of_all_rows_is_not_known_to_microbatches() -> None:
     with pytest.raises(AutoparError) as raised:
         autopar.parallelize(Highest(), "dp=1", args=(torch.ones(4, 4),), strategy="microbatches=2")
     assert raised.value.slug == "batch-coupled-loss"
+
+
+def test_pickle_names_what_saves() -> None:
+    pm = autopar.parallelize(seeded(Lm), "dp=1", kwargs=batch())
+    for dump in (pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+        with pytest.raises(AutoparError, match="pm.save"):
+            dump(pm)
+    assert copy.copy(pm).state_dict().keys() == pm.state_dict().keys()
+    torch.save(pm.state_dict(), io.BytesIO())
+
+
+def test_rows_chosen_by_a_mask_say_the_way_out() -> None:
+    class Masked(Centred):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.one(x)[x[:, 0] > 0].exp().mean()
+
+    with pytest.raises(AutoparError) as raised:
+        autopar.parallelize(Masked(), "dp=1", args=(torch.ones(4, 4),))
+    assert raised.value.slug == "data-dependent-control-flow" and "how many elements" in raised.value.message
+    assert "mask.sum()" in str(raised.value.fix)
+
+
+def test_inputs_do_not_reach_microbatches_whole_to_be_computed_in_each() -> None:
+    class Several(Centred):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = [self.one(x * n) for n in range(3)]
+            return sum((v - v.mean(0)).pow(2).sum() for v in y)
+
+    with pytest.raises(AutoparError) as raised:
+        autopar.parallelize(Several(), "dp=1", args=(torch.ones(4, 4),), strategy="microbatches=2")
+    assert raised.value.slug == "batch-coupled-loss"
+
+
+def test_an_op_without_a_rule_is_named_where_microbatches_meet_it() -> None:
+    class Filled(Centred):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.one(x)
+            return y.masked_scatter(y > 0, x).pow(2).sum()
+
+    with pytest.raises(AutoparError) as raised:
+        autopar.parallelize(Filled(), "dp=1", args=(torch.ones(4, 4),), strategy="microbatches=2")
+    assert raised.value.slug == "batch-coupled-loss" and "aten.masked_scatter.default has no" in raised.value.message
 
 
 def parts(wrapped: str) -> None:

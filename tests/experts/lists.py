@@ -1,5 +1,7 @@
 """Layers that hold their experts as modules and loop over them, in the ways that users write such loops."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -80,7 +82,7 @@ class Sorted(Listed):
                 self.bias += 0.01 * torch.sign(count.float().mean() - count.float())
         order = i.view(-1).argsort(stable=True)
         rows, parts, start = t[order // self.k], [], 0
-        for e, n in enumerate(count.tolist()):
+        for e, n in enumerate(self.counted(count)):
             if n:
                 parts.append(self.experts[e](rows[start : start + n]))
             start += n
@@ -88,6 +90,18 @@ class Sorted(Listed):
         back = torch.empty_like(made)
         back[order] = made
         return (back.view(*i.shape, -1) * w.unsqueeze(-1)).sum(1)
+
+    def counted(self, count: Tensor) -> Any:
+        """The counts as Python reads them."""
+        return count.tolist()
+
+
+class Arrayed(Sorted):
+    """The same with the counts in an array."""
+
+    def counted(self, count: Tensor) -> Any:
+        """The counts as numpy reads them."""
+        return count.cpu().numpy()
 
 
 class Counted(Where):

@@ -16,6 +16,7 @@ from autopar.ir.mesh import Mesh
 from autopar.trace import trace
 from autopar.trace.tracing import Traced
 from tests.experts.lists import (
+    Arrayed,
     Balanced,
     Cast,
     Counted,
@@ -32,7 +33,7 @@ from tests.experts.lists import (
 from tests.experts.models import squared, states
 from tests.ranks import Ranks
 
-LOOPS = [Where, Hit, Sorted, Repeated, Normed, Counted, Dense]
+LOOPS = [Where, Hit, Sorted, Arrayed, Repeated, Normed, Counted, Dense]
 
 
 def traced(model: nn.Module, mesh: str = "ep=2") -> Traced:

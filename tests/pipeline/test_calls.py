@@ -63,7 +63,7 @@ def test_batch_statistics(ranks: Ranks) -> None:
     """They couple microbatches: refused where those are asked for, else the whole batch is one; buffers agree."""
     for error in ranks.refused(2, "batch-coupled-loss", statistics, "microbatches=2"):
         assert "microbatches=1" in str(error)
-        assert re.match(r"one \(test_calls.py:\d+ in forward: .*\): what it gives to norm couples rows", error.message)
+        assert re.match(r"norm \(test_calls.py:\d+ in forward: .*\): a value of it couples rows", error.message)
     torch.manual_seed(0)
     plain = Statistics().double()
     loss = plain(torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))

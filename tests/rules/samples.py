@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from autopar.ir import ops
-from tests.rules import attention_samples, expert_samples
+from tests.rules import attention_samples, expert_samples, matrix_samples
 
 aten = torch.ops.aten
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -389,9 +389,7 @@ MAKE: dict[Any, Make] = {
     aten.bucketize.Tensor: lambda r: [a(r(6, 12), torch.linspace(-1, 1, 4, dtype=F64))],
     aten.prelu.default: lambda r: [a(r(6, 4, 12), r(4)), a(r(6, 12), r(1)), a(r(6, 4, 12), r(1))],
 }  # fmt: skip
-
-
-MAKE[ops.experts] = expert_samples.calls
+MAKE |= {ops.experts: expert_samples.calls, **matrix_samples.MAKE}
 MAKE[ops.stacked] = lambda r: [(tuple(r(12, 24) for _ in range(12)), {}), (tuple(r(12) for _ in range(12)), {})]
 
 

@@ -109,6 +109,15 @@ SAME: dict[str, Callable[[Tensor], Any]] = {
     "gelu": lambda x: F.gelu(x, approximate="tanh") + F.silu(x) + F.softplus(x) + F.leaky_relu(x) + F.elu(x),
     "glu": lambda x: F.glu(x, -1) + F.hardtanh(x)[..., :4] + F.relu6(x)[..., 4:],
     "cumsum": lambda x: x.cumsum(1) + x.sort(-1).values + x.topk(8, -1).values,
+    "shuffles": lambda x: F.pixel_unshuffle(F.pixel_shuffle(x[None, :, :, :6], 2), 3) + 1,
+    "channels": lambda x: F.channel_shuffle(x, 3) * torch.rot90(x, 2, (1, 2)) - x.mT.rot90(1, (1, 2)).roll(1),
+    "outer": lambda x: torch.addr(x[0], x[0, :, 0], x[1, 0], beta=0.5, alpha=2) * torch.dist(x, x.sin()),
+    "nans": lambda x: torch.where(x > 1, torch.nan, x).nansum(1) + torch.where(x > 1, torch.nan, x).nanmean(1),
+    "trace": lambda x: x[:, :, 0].trace() + x.take(torch.arange(3, 100, 9)).sum() + torch.stack(x.aminmax(dim=1)),
+    "count": lambda x: x * (x > 0).count_nonzero() + x.relu().count_nonzero(1)[:, None],
+    "diagonals": lambda x: x.diag_embed()[:, 1] + torch.block_diag(x[0], x[1])[:4, 2:10, None] + x[0, 0].diag(1)[0, 1],
+    "affine_grid": lambda x: F.affine_grid(x[:, :2, :3], (4, 2, 5, 3), align_corners=False),
+    "conj": lambda x: torch.view_as_real(torch.complex(x, x.sin()).conj() * torch.complex(x.cos(), x)),
     "clamp": lambda x: x.clamp(-1, 1) + x.clamp(min=0.1) + x.abs().sqrt(),
 }  # fmt: skip
 

@@ -173,3 +173,22 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     replace_in_emitted(monkeypatch, collectives.to_replicated, wrong_replicate)
     assert main(["verify", model, "--mesh", "tp=2"]) == 1
     assert "DIFFERENT" in capsys.readouterr().out
+
+
+class Waves(nn.Module):
+    """Complex parameters; an input without a batch dim that is as long as a rank's share of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        first, last = ends
+        return self.out(torch.fft.irfft(torch.fft.rfft(x) * self.gain)) * (last - first)
+
+
+def test_complex_parameters_and_inputs_as_long_as_a_share() -> None:
+    given = (features(4, 8), torch.tensor([[1.0], [3.0]]))
+    report = autopar.verify(seeded(Waves), "dp=2", args=given, loss=squares)
+    assert report.ok and report.errors["grad.gain"] < 1e-10, str(report)
