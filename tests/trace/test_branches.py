@@ -28,6 +28,20 @@ class Chosen(nn.Module):
         return torch.cond(x.sum() > self.one.weight.sum(), self.yes, self.no, (x,))
 
 
+class Guarded(Chosen):
+    """A branch that is there since the other one has no value, nor derivative, for what it is not chosen for."""
+
+    def yes(self, x: Tensor) -> Tensor:
+        return x.sqrt()
+
+    def no(self, x: Tensor) -> Tensor:
+        return x * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        return torch.cond(h.min() > 0, self.yes, self.no, (h,))
+
+
 class Counting(Chosen):
     def yes(self, x: Tensor) -> Tensor:
         self.seen.add_(1)
@@ -53,6 +67,12 @@ def rows(sign: float) -> Tensor:
 def test_both_answers_are_those_of_the_model(sign: float) -> None:
     report = autopar.verify(Chosen(), "dp=2,tp=2", (rows(sign),), loss=lambda y: y.pow(2).mean())
     assert report.ok and "trace.grad.two.weight" in report.errors, str(report)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which torch.compile reads, for torch.cond in eager mode
+def test_a_branch_that_is_not_chosen_gives_its_operands_no_gradient() -> None:
+    report = autopar.verify(Guarded(), "dp=2,tp=2", (rows(-1.0),), loss=lambda y: y.pow(2).mean())
+    assert report.ok and "grad.one.weight" in report.errors, str(report)
 
 
 @pytest.mark.parametrize("kind", (Counting, Remembering, Unlike))
