@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import fx
 
 from autopar.errors import AutoparError
-from autopar.ir.layout import I, P, Piece, R, Shard, Type
+from autopar.ir.layout import I, P, Piece, R, Shard, Type, overlap
 from autopar.ir.mesh import TIME, Mesh
 from autopar.ir.program import Form, Program, tensor_args
 from autopar.passes.base import Context, Pass
@@ -22,9 +22,11 @@ from autopar.solve.flow import Flow, flow_of
 from autopar.solve.prices import conversion_prices, op_prices
 from autopar.solve.problem import Choices, solve
 from autopar.solve.residual import residual_stream
+from autopar.solve.sequence import positions
 from autopar.solve.sources import (
     Weights,
     grouped,
+    product_parameters,
     product_weights,
     repeated_parameters,
     repeats,
@@ -81,6 +83,7 @@ class TensorParallel(Pass):
         exempt: set[int] = set()
         shared = 1
         stream = residual_stream(flow)
+        claimed = {} if self.sequence else positions(flow, relations, program.mesh)
         for axis in program.mesh.parts("tp"):
             shared *= program.mesh.size(axis)
             few = [n for n, h, g in (*grouped(flow), *repeats(flow)) if g < h and g % shared]
@@ -94,6 +97,8 @@ class TensorParallel(Pass):
                 node, index = flow.values[v].key
                 if v in stream and s.dim == len(flow.values[v].spec.shape) - 1:
                     return False
+                if any(overlap(s, other) for other in claimed.get(v, ())):
+                    return False
                 return s.dim not in batch.get(v, ()) and not clash(s, layouts(node)[index])
 
             found = spread(flow, relations, seeds, allowed)
@@ -102,7 +107,7 @@ class TensorParallel(Pass):
             solution = solve(flow, space.choices())
             context.warnings += report_opaque(flow, found, solution, axis, strict=context.strict)
             write(program, flow, axis, solution)
-        late = {v for v in weights.parameters if flow.values[v].param in context.unread}
+        late = {v for v in product_parameters(flow) if flow.values[v].param in context.unread}
         context.warnings += _held_whole(
             program, flow, weights.parameters - exempt - late, "no dim can be shared out of"
         )

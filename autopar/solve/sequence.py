@@ -11,8 +11,10 @@ from autopar.ir.layout import Layout, Piece, Shard, plain_shard, zigzag_shard
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import tensor_args
 from autopar.rules.arguments import arguments, shape_of
+from autopar.rules.relation import Relation
 from autopar.rules.table import aten
 from autopar.solve.annotate import layout_of
+from autopar.solve.candidates import spread
 from autopar.solve.flow import Flow
 from autopar.solve.problem import Solution
 from autopar.solve.sources import PRODUCTS, sequence_seeds
@@ -57,6 +59,17 @@ def context_seeds(
             yield flow.of(known[name]), shard
     if not nodes:
         yield from sequence_seeds(flow, batch, mesh, axis)
+
+
+def positions(flow: Flow, relations: dict[fx.Node, Relation], mesh: Mesh) -> dict[int, list[Shard]]:
+    """How cp may share out each value: along the positions of every attention. Nothing where the mesh has no cp."""
+    ways = mesh.size("cp")
+    if ways == 1:
+        return {}
+    taken = [arguments(node)[name] for node in attentions(flow) for name in ("q", "k", "v")]
+    cuts = [(x, plain_shard(len(shape_of(x)) - 2, shape_of(x)[-2], ways)) for x in taken]
+    found = spread(flow, relations, [(flow.of(x), cut) for x, cut in cuts if cut is not None])
+    return {v: list(shards) for v, shards in found.shards.items()}
 
 
 def _short(node: fx.Node, length: int, mesh: Mesh, axis: str, zigzag: bool) -> AutoparError:

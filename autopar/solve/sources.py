@@ -77,6 +77,13 @@ def product_weights(flow: Flow) -> Weights:
     return Weights(held, frozenset(seen & only - held))
 
 
+def product_parameters(flow: Flow) -> set[int]:
+    """The parameters that products, convolutions and lookups read, with what they add."""
+    _, arithmetic = of_parameters(flow)
+    seen = (_behind(flow, node, arithmetic) for node, _ in flow.ops if node.target in PRODUCTS)
+    return {v for v in set().union(*seen) if flow.values[v].role == "param"}
+
+
 def of_parameters(flow: Flow) -> tuple[set[int], set[int]]:
     """(values that depend on parameters alone, those of them that are made element by element)."""
     only = {i for i, v in enumerate(flow.values) if v.role == "param"}

@@ -206,7 +206,7 @@ def test_op_without_a_rule(ranks: Ranks) -> None:
         assert answer.error is None, answer.trace
         (text,) = (w for w in answer.warnings if "rule" in w)
         assert re.match(r"module '\S+' \(models.py:\d+ in forward", text) and "return self.down(" in text
-        assert "autopar_tests.mystery" in text and f"gathered ({4 * 6 * 32 * 4} bytes)" in text
+        assert "autopar_tests.mystery" in text and f"whole ({4 * 6 * 32 * 4} bytes)" in text
 
 
 def test_op_without_a_rule_under_strict(ranks: Ranks) -> None:

@@ -70,7 +70,7 @@ def test_a_place_without_a_line_is_the_module_alone() -> None:
 
     with pytest.raises(AutoparError) as caught:
         trace(Patched(), (X,), {}, mesh=TP)
-    assert caught.value.message.startswith("the model: aten.")
+    assert caught.value.message.startswith("the model: how many elements aten.")
 
 
 @pytest.mark.parametrize(

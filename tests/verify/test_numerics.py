@@ -42,8 +42,8 @@ def wrong_replicate(x: Tensor, axis: Any) -> Tensor:
 
 
 def doubled(x: Tensor, *args: Any) -> Tensor:
-    """As ``all_gather_invariant``, with every value twice."""
-    return 2 * collectives.all_gather_invariant(x, *args)
+    """As ``all_reduce_invariant``, with every value twice."""
+    return 2 * collectives.all_reduce_invariant(x, *args)
 
 
 def check() -> autopar.Report:
@@ -77,7 +77,7 @@ def test_a_missing_reduction_in_the_backward_is_seen(monkeypatch: pytest.MonkeyP
 
 
 def test_a_wrong_forward_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_in_emitted(monkeypatch, collectives.all_gather_invariant, doubled)
+    replace_in_emitted(monkeypatch, collectives.all_reduce_invariant, doubled)
     assert {"loss", "output.0"} <= check().failed.keys()
 
 
