@@ -21,7 +21,7 @@ from autopar.emit.named import Container, settings_of
 from autopar.emit.params import Place, initialise
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
-from autopar.ir.modules import walk
+from autopar.ir.modules import named, walk
 from autopar.ir.placement import Placement
 from autopar.ir.program import Param
 from autopar.runtime.agreement import Agreement
@@ -109,7 +109,7 @@ def parallelize(
             module.__dict__["plan"] = decision
         mirror(module, model)
         tree = module._skeleton.root  # not the module: it holds the compiler, and groups end with the last reference
-        compiler.modes = lambda: {n: m.training for n, m in tree.named_modules()}
+        compiler.modes = lambda: {n: m.training for n, m in named(tree).items()}
         return module
 
     example = example_of(model, args, kwargs)

@@ -14,7 +14,7 @@ from autopar.cost.hardware import load
 from autopar.errors import AutoparError, tell
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
-from autopar.ir.modules import once
+from autopar.ir.modules import named, once
 from autopar.ir.placement import Placement
 from autopar.ir.program import Program
 from autopar.ir.units import users_of
@@ -241,7 +241,7 @@ class Compiler:
             return tuple(m.training for m in once(self.model))
         known = {**self.modes(), "": train}
         flags: dict[str, bool] = {}
-        for name, _ in self.model.named_modules():
+        for name in named(self.model):
             flags[name] = known.get(name, flags.get(name.rpartition(".")[0], train))
         return tuple(flags.values())
 

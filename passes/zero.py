@@ -151,12 +151,9 @@ def _groups(program: Program, homes: Mapping[str, str], stage: int, ways: int) -
     """One for each unit, dtype and set of axes that gradients are summed over."""
     found: dict[tuple[str, torch.dtype, tuple[str, ...]], list[str]] = {}
     order = {path: i for i, path in enumerate((*paths_of(program), ""))}
-    summed: dict[Layout | None, tuple[str, ...]] = {}  # equal parameters have one layout, which keeps its hash
     for name in sorted(homes, key=lambda n: order[homes[n]]):
         param = program.params[name]
-        if (axes := summed.get(param.layout)) is None:
-            axes = summed[param.layout] = param.summed_over(program.mesh)
-        found.setdefault((homes[name], param.spec.dtype, axes), []).append(name)
+        found.setdefault((homes[name], param.spec.dtype, param.summed_over(program.mesh)), []).append(name)
 
     @cache
     def elements(shape: tuple[int, ...], layout: Layout) -> int:

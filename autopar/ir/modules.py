@@ -18,8 +18,8 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def named(model: nn.Module) -> dict[str, nn.Module]:
     """As ``dict(model.named_modules())``: each once, by its first path."""
-    seen: set[int] = set()
-    return {path: m for path, m in walk(model) if id(m) not in seen and not seen.add(id(m))}  # type: ignore[func-returns-value]
+    first: dict[int, str] = {}
+    return {path: m for path, m in walk(model) if first.setdefault(id(m), path) == path}
 
 
 def once(model: nn.Module) -> list[nn.Module]:

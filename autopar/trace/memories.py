@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from autopar.trace import places
-from autopar.trace.state import ABSENT, same, tensors_in
+from autopar.trace.state import ABSENT, inside, refill, same, tensors_in
 
 CONTAINERS = frozenset((dict, OrderedDict, defaultdict, list, set, deque))  # no others, that may act when looked into
 
@@ -32,7 +32,7 @@ class Change:
     def put(self, value: Any) -> None:
         """Make it ``before`` or ``after``."""
         if self.name is None:
-            _refill(self.owner, value)
+            refill(self.owner, value)
         elif value is ABSENT:
             delattr(self.owner, self.name)
         else:
@@ -70,15 +70,15 @@ class Memories:
         held = [(_place(owner, n), v) for owner, own in every for n, v in own.items()]
         names = [(owner, _assigned(owner, own)) for owner, own in every]
         found = {id(v): v for v in (_unwrapped(v) for _, v in held) if isinstance(v, functools._lru_cache_wrapper)}
-        containers = {id(v): (where, v, _inside(v)) for where, v in held if type(v) in CONTAINERS}
+        containers = {id(v): (where, v, inside(v)) for where, v in held if type(v) in CONTAINERS}
         return cls([(c, c.cache_info().misses) for c in found.values()], list(containers.values()), names)
 
     def changes(self) -> list[Change]:
         """What is not as it was, but for caches, code (that is imported late), and containers that took tensors."""
         out = [
-            Change(where, container, None, before, _inside(container))
+            Change(where, container, None, before, inside(container))
             for where, container, before in self.containers
-            if _changed(container, before) and not _took(container, before)
+            if not same(inside(container), before) and not _took(container, before)
         ]
         for owner, before in self.names:
             now = _assigned(owner, _plain(owner))
@@ -96,8 +96,7 @@ class Memories:
         for change in self.changes():
             change.put(change.before)
         for _, container, before in self.containers:
-            if _changed(container, before):
-                _refill(container, before)
+            refill(container, before)
 
 
 def _plain(owner: Any) -> dict[str, Any]:
@@ -135,28 +134,10 @@ def _is_code(value: Any) -> bool:
     return value is not ABSENT and (callable(value) or isinstance(value, (type(sys), staticmethod, classmethod)))
 
 
-def _refill(container: Any, held: Any) -> None:
-    container.clear()
-    container.update(held) if isinstance(container, (dict, set)) else container.extend(held)
-
-
 def _took(container: Any, before: Any) -> bool:
     """Whether it has tensors that it did not have."""
     known = {id(x) for x in tensors_in(before)}
     return any(id(x) not in known for x in tensors_in(container))
-
-
-def _inside(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else list(container)
-
-
-def _changed(container: Any, before: Any) -> bool:
-    pairs = zip(_values(container), _values(before))
-    return len(container) != len(before) or any(a is not b for a, b in pairs)
-
-
-def _values(container: Any) -> list[Any]:
-    return list(container.values()) if isinstance(container, dict) else list(container)
 
 
 def _unwrapped(value: Any) -> Any:

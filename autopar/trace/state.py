@@ -46,7 +46,7 @@ class Snapshot:
         known: dict[int, list[tuple[Any, Any]]] = {}
         for path, module in modules.items():
             out.attributes[path] = _attributes(module)
-            out.tensors |= {(path, kind): _inside(module.__dict__[kind]) for kind in TENSORS}
+            out.tensors |= {(path, kind): inside(module.__dict__[kind]) for kind in TENSORS}
             out.hooks |= {(path, kind): dict(module.__dict__[kind]) for kind in HOOKS if module.__dict__.get(kind)}
             for name, value in out.attributes[path].items():
                 if id(value) not in known:
@@ -57,12 +57,12 @@ class Snapshot:
 
     def changed(self) -> list[Place]:
         """Attributes that are not what they were, with new and deleted ones, new tensors, and buffers of new shapes."""
-        out = [place for place, held in self.contents.items() if any(not same(_inside(c), old) for c, old in held)]
+        out = [place for place, held in self.contents.items() if any(not same(inside(c), old) for c, old in held)]
         for path, module in self.modules.items():
             now, before = _attributes(module), self.attributes[path]
             out += [(path, n) for n in {**before, **now} if not same(now.get(n, ABSENT), before.get(n, ABSENT))]
             for kind in TENSORS:
-                held, old = _inside(module.__dict__[kind]), self.tensors[path, kind]
+                held, old = inside(module.__dict__[kind]), self.tensors[path, kind]
                 out += [
                     (path, n) for n in {**old, **held} if n not in old or n not in held or reshaped(old[n], held[n])
                 ]
@@ -87,12 +87,12 @@ class Snapshot:
         for place, held in self.contents.items():
             if places is None or place in places:
                 for container, old in held:
-                    _refill(container, old)
+                    refill(container, old)
         for (path, kind), tensors in self.tensors.items() if places is None else ():
-            _refill(self.modules[path].__dict__[kind], tensors)
+            refill(self.modules[path].__dict__[kind], tensors)
         for path, module in self.modules.items():
             for kind in HOOKS:
-                _refill(module.__dict__.get(kind, {}), self.hooks.get((path, kind), {}))
+                refill(module.__dict__.get(kind, {}), self.hooks.get((path, kind), {}))
             now, before = _attributes(module), self.attributes[path]
             for name in {**now, **before}:
                 if places is None or (path, name) in places:
@@ -130,7 +130,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {n: v for n, v in module.__dict__.items() if n not in INTERNAL and n not in TENSORS}
 
 
-def _inside(container: Any) -> Any:
+def inside(container: Any) -> Any:
     """A shallow copy of what a container or a plain object holds."""
     if isinstance(container, dict):
         return dict(dict.items(container))
@@ -139,8 +139,9 @@ def _inside(container: Any) -> Any:
     return set(container) if isinstance(container, set) else dict(vars(container))
 
 
-def _refill(container: Any, old: Any) -> None:
-    if not same(_inside(container), old):
+def refill(container: Any, old: Any) -> None:
+    """Let a container, or a plain object, hold again what ``inside`` gave."""
+    if not same(inside(container), old):
         held = container if isinstance(container, (dict, list, set, deque)) else vars(container)
         held.clear()
         held.extend(old) if isinstance(held, (list, deque)) else held.update(old)
@@ -156,9 +157,9 @@ def _contents(value: Any) -> list[tuple[Any, Any]]:
         if id(one) in seen or not depth or not _is_looked_into(one):
             continue
         seen.add(id(one))
-        inside = _inside(one)
-        out.append((one, inside))
-        left += [(part, depth - 1) for part in (inside.values() if isinstance(inside, dict) else inside)]
+        parts = inside(one)
+        out.append((one, parts))
+        left += [(part, depth - 1) for part in (parts.values() if isinstance(parts, dict) else parts)]
     return out
 
 
@@ -166,7 +167,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in an attribute: itself, or in its containers and plain objects."""
     if isinstance(value, Tensor):
         return [value]
-    held = (inside.values() if isinstance(inside, dict) else inside for _, inside in _contents(value))
+    held = (parts.values() if isinstance(parts, dict) else parts for _, parts in _contents(value))
     return [x for parts in held for x in parts if isinstance(x, Tensor)]
 
 

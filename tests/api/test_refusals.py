@@ -196,17 +196,18 @@ def test_heads_that_do_not_divide(ranks: Ranks) -> None:
         assert "1, 2, 3, 6" in str(error.fix)
 
 
-def odd_op(strict: bool) -> None:
+def odd_op(strict: bool, mesh: str = "tp=2") -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), seeded(Odd))
-    autopar.parallelize(seeded(lambda: model), "tp=2", args=(features(*X),), loss=squares, strategy=f"strict={strict}")
+    autopar.parallelize(seeded(lambda: model), mesh, args=(features(*X),), loss=squares, strategy=f"strict={strict}")
 
 
-def test_op_without_a_rule(ranks: Ranks) -> None:
-    for answer in ranks.answers(2, odd_op, False):
+@pytest.mark.parametrize(("mesh", "rows", "state"), [("tp=2", 4, "whole"), ("dp=2", 8, "gathered")])
+def test_op_without_a_rule(ranks: Ranks, mesh: str, rows: int, state: str) -> None:
+    for answer in ranks.answers(2, odd_op, False, mesh):
         assert answer.error is None, answer.trace
         (text,) = (w for w in answer.warnings if "rule" in w)
         assert re.match(r"module '\S+' \(models.py:\d+ in forward", text) and "return self.down(" in text
-        assert "autopar_tests.mystery" in text and f"whole ({4 * 6 * 32 * 4} bytes)" in text
+        assert "autopar_tests.mystery" in text and f"{state} ({rows * 6 * 32 * 4} bytes)" in text
 
 
 def test_op_without_a_rule_under_strict(ranks: Ranks) -> None:
